@@ -39,7 +39,7 @@ NSPAWN_RUNTIME = Path("/run/systemd/nspawn")
 # What a minimal server has; the rest of a host is what Aerie itself puts there.
 PACKAGES = (
     "systemd,systemd-sysv,dbus,libpam-systemd,openssh-server,python3,sudo,iproute2,iputils-ping,procps,"
-    "ca-certificates,curl,less"
+    "ca-certificates,curl,less,libnuma1"
 )
 # They make no sense in a container, or only add noise and time to its boot.
 MASKED_UNITS = (
@@ -123,7 +123,7 @@ class Host:
 
     @property
     def network(self) -> ipaddress.IPv4Network:
-        return ipaddress.ip_network(f"{self.address}/24", strict=False)
+        return ipaddress.IPv4Network(f"{self.address}/24", strict=False)
 
     @property
     def gateway(self) -> str:
@@ -229,7 +229,7 @@ def build_image() -> Path:
 
 
 def prepare_root(root: Path) -> None:
-    """Make a fresh Debian tree bootable as a host: a login with sudo and a key, quiet units, nothing of this machine."""
+    """Make a fresh Debian tree bootable as a host: a login with sudo, quiet units, nothing of this machine."""
     (root / "etc/hostname").unlink(missing_ok=True)
     (root / "etc/resolv.conf").unlink(missing_ok=True)
     (root / "etc/machine-id").write_text("")
@@ -371,7 +371,7 @@ def supervise(name: str) -> int:
     environment = dict(os.environ, SYSTEMD_NSPAWN_UNIFIED_HIERARCHY="1", SYSTEMD_NSPAWN_API_VFS_WRITABLE="network")
     while True:
         with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as nspawn:
-            signal.signal(signal.SIGTERM, lambda *_: nspawn.terminate())  # noqa: B023  (called while this nspawn runs)
+            signal.signal(signal.SIGTERM, lambda *_: nspawn.terminate())
             status = nspawn.wait()
         if status != NSPAWN_REBOOT:
             return status

@@ -1,0 +1,192 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Stage a release on a host, and switch the service to it."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: release
+short_description: Stage a release, or switch the service to one
+description:
+  - With O(state=staged), names a release by the digest of O(inputs) and O(files) and writes its files. The same
+    inputs have the same id on every host. The service is not touched.
+  - With O(state=active), makes a staged release the current one and has the service run it. It stops the service,
+    puts the release's unit and the link C(current) in place, starts the service, and writes a line of the ledger.
+    A service that runs this release with these settings already is left alone.
+options:
+  root:
+    description: The directory of releases, store and ledger.
+    type: path
+    required: true
+  state:
+    description: What is wanted.
+    type: str
+    choices: [staged, active]
+    required: true
+  inputs:
+    description: All that the release is made from and that is not in O(files), such as digests. For O(state=staged).
+    type: dict
+    default: {}
+  files:
+    description: Texts of the release's own files, by name. For O(state=staged).
+    type: dict
+    default: {}
+  id:
+    description: The release to activate. For O(state=active).
+    type: str
+    default: ''
+  unit:
+    description: Where systemd looks for the service's unit. The release has a file of the same name.
+    type: path
+    default: /etc/systemd/system/vllm.service
+  settings:
+    description: The environment file with this host's settings. A service that runs with others is restarted.
+    type: path
+    default: /etc/aerie/vllm.env
+  deployment:
+    description: The id of the run over the fleet, for the ledger.
+    type: str
+    default: ''
+  why:
+    description: Why the release is activated, for the ledger.
+    type: str
+    default: ''
+attributes:
+  check_mode:
+    support: full
+  diff_mode:
+    support: full
+author: Aerie
+"""
+
+EXAMPLES = r"""
+- name: Stage the release
+  release:
+    root: /opt/aerie
+    state: staged
+    inputs: {lock: 8543ce..., drafter: 91be01...}
+    files: {serve.yaml: "{{ lookup('ansible.builtin.template', 'serve.yaml.j2') }}"}
+  register: staged
+
+- name: Switch to it
+  release:
+    root: /opt/aerie
+    state: active
+    id: "{{ staged.id }}"
+    deployment: 2026-11-29T10:00:00Z
+    why: deploy
+"""
+
+RETURN = r"""
+id:
+  description: The release's id.
+  type: str
+  returned: success
+  sample: 1f0c2a9e8d7b6543
+path:
+  description: The release's directory.
+  type: str
+  returned: success
+previous:
+  description: The release that was current before, or nothing.
+  type: str
+  returned: success
+running:
+  description: The release that the service's main process had mapped before the call, or nothing.
+  type: str
+  returned: when O(state=active)
+"""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie.release import (
+    ReleaseError,
+    Releases,
+    read_settings,
+    release_id,
+    running_service,
+)
+from ansible.module_utils.basic import AnsibleModule
+
+ARGUMENT_SPEC = {
+    "root": {"type": "path", "required": True},
+    "state": {"type": "str", "choices": ["staged", "active"], "required": True},
+    "inputs": {"type": "dict", "default": {}},
+    "files": {"type": "dict", "default": {}},
+    "id": {"type": "str", "default": ""},
+    "unit": {"type": "path", "default": "/etc/systemd/system/vllm.service"},
+    "settings": {"type": "path", "default": "/etc/aerie/vllm.env"},
+    "deployment": {"type": "str", "default": ""},
+    "why": {"type": "str", "default": ""},
+}
+
+
+def stage(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
+    inputs, files = module.params["inputs"], module.params["files"]
+    identity = release_id(inputs, files)
+    changes = releases.changes(inputs, files)
+    if not module.check_mode:
+        releases.stage(identity, changes)
+    current = releases.path(releases.current()) if releases.current() else Path("/dev/null")
+    diff = [
+        {
+            "before_header": str(current / name),
+            "after_header": str(releases.path(identity) / name),
+            "before": (current / name).read_text() if (current / name).is_file() else "",
+            "after": data.decode(),
+        }
+        for name, data in sorted(changes.items())
+    ]
+    return {"id": identity, "changed": bool(changes), "diff": diff}
+
+
+def switch(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
+    identity, unit = module.params["id"], Path(module.params["unit"])
+    running = running_service(unit.name)
+    wanted = read_settings(Path(module.params["settings"]))
+    as_wanted = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)
+    if not as_wanted and not module.check_mode:
+        previous = releases.current()
+        systemctl(module, "stop", unit.name, missing_is_fine=True)
+        releases.activate(identity, unit)
+        systemctl(module, "daemon-reload")
+        systemctl(module, "enable", unit.name)
+        systemctl(module, "start", "--no-block", unit.name)
+        entry = {"deployment": module.params["deployment"], "action": "activate", "why": module.params["why"]}
+        releases.append_to_ledger({**entry, "from": previous, "to": identity})
+    before = f"release {running.release or 'none'} runs\n"
+    return {
+        "id": identity,
+        "changed": not as_wanted,
+        "running": running.release,
+        "diff": {"before": before, "after": before if as_wanted else f"release {identity} runs\n"},
+    }
+
+
+def systemctl(module: AnsibleModule, *arguments: str, missing_is_fine: bool = False) -> None:
+    result = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, check=False)
+    # 5: there is no such unit, before the first deploy
+    if result.returncode and not (missing_is_fine and result.returncode == 5):
+        module.fail_json(msg=f"systemctl {' '.join(arguments)} failed: {result.stderr.strip()}")
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec=ARGUMENT_SPEC,
+        required_if=[("state", "active", ["id"])],
+        supports_check_mode=True,
+    )
+    releases = Releases(Path(module.params["root"]))
+    previous = releases.current()
+    try:
+        result = (stage if module.params["state"] == "staged" else switch)(module, releases)
+    except (ReleaseError, OSError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(**result, path=str(releases.path(result["id"])), previous=previous)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a vLLM service ready: what its systemd unit, its journal and its endpoints say, on the host that it runs on.
+
+Ready means: the unit runs, /health is 200, the expected model id is served, a token was generated, and the counters of
+speculative decoding are there exactly when the release speculates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ansible.module_utils.aerie import vllm_log
+
+# What `systemctl show` is asked for.
+UNIT_PROPERTIES = (
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "MainPID",
+    "NRestarts",
+    "InvocationID",
+    "Result",
+    "ExecMainCode",
+    "ExecMainStatus",
+    "ExecMainStartTimestampMonotonic",
+    "ControlGroup",
+)
+
+# Between two looks at a service that is not ready, and between two readings of its counters; seconds.
+_POLL_S = 0.5
+_SETTLE_S = 0.1
+_SETTLE_LIMIT_S = 2.0
+# /health is answered without the engine: no answer for so long means that nothing serves it.
+_HEALTH_S = 2.0
+
+# Enough for any start; the furthest phase and the root cause are found in the newest lines of a longer one.
+_JOURNAL_LINES = 20000
+_TAIL_LINES = 30
+_MAX_REASON = 500
+_MAX_BODY = 4 << 20
+
+# The request that moves the speculation counters: some ten drafts, a second at most.
+_PROMPT = "one two three four five six seven eight nine ten"
+_SAMPLE_TOKENS = 32
+
+# State of a listening socket in /proc/net/tcp.
+_TCP_LISTEN = "0A"
+
+# siginfo's codes for a process that a signal ended, as ExecMainCode gives them.
+_CLD_KILLED = 2
+_CLD_DUMPED = 3
+
+# Prometheus text of vLLM 0.10 to 0.33: all are there from the start when speculation is on, none when it is off.
+_SPECULATION_PREFIX = "vllm:spec_decode_num_"
+_SAMPLE = re.compile(
+    r"^vllm:spec_decode_num_(?P<name>drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total"
+    r"(?:\{(?P<labels>.{0,1000})\})? (?P<value>[0-9.eE+]{1,30})$"
+)
+_POSITION = re.compile(r'position="(\d{1,4})"')
+
+
+class Unit(NamedTuple):
+    """State of a systemd unit.
+
+    ``start_id`` is systemd's invocation id, one for each start. ``started_at`` is the start of its main process in
+    seconds of the monotonic clock, None if there was none.
+    """
+
+    load: str
+    active: str
+    sub: str
+    main_pid: int
+    restarts: int
+    start_id: str
+    result: str
+    exit_code: int
+    exit_status: int
+    started_at: float | None
+    control_group: str
+
+
+class Speculation(NamedTuple):
+    """Counters of speculative decoding, summed over engines; ``accepted_per_position`` from draft position 0."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    def since(self, earlier: Speculation) -> Speculation:
+        """Return what was counted after ``earlier``."""
+        before = earlier.accepted_per_position
+        return Speculation(
+            self.drafts - earlier.drafts,
+            self.draft_tokens - earlier.draft_tokens,
+            self.accepted_tokens - earlier.accepted_tokens,
+            tuple(
+                now - (before[position] if position < len(before) else 0)
+                for position, now in enumerate(self.accepted_per_position)
+            ),
+        )
+
+
+class Status(NamedTuple):
+    """What one look at a service found.
+
+    ``fault`` is a sentence with its remedy if the service cannot become ready, None while it is ready or may become so.
+    ``percent`` belongs to ``phase`` and is None where vLLM reports none. ``elapsed_s`` counts from the start of the
+    unit's process. ``speculation`` is what one request of the gate moved (other requests at that moment count too),
+    None without speculation. ``tap_ids_logged`` are the tap ids that vLLM's log names, None where it names none.
+    """
+
+    ready: bool
+    fault: str | None
+    phase: str
+    percent: int | None
+    elapsed_s: float
+    start_id: str
+    restarts: int
+    speculation: Speculation | None
+    tap_ids_logged: list[int] | None
+    journal_tail: list[str]
+
+
+class _Probe(NamedTuple):
+    ready: bool = False
+    fault: str | None = None
+    speculation: Speculation | None = None
+
+
+class _Response(NamedTuple):
+    status: int
+    text: str
+
+
+class _NoAnswer(Exception):
+    """An endpoint did not answer in time, or said that it cannot yet."""
+
+
+class _Refused(Exception):
+    """An endpoint's answer shows that waiting does not help; the message is for the user."""
+
+
+def parse_unit(text: str) -> Unit:
+    """Read the `KEY=value` lines of `systemctl show`; what is missing or no number counts as empty or 0."""
+    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+    def number(key: str) -> int:
+        value = values.get(key, "")
+        return int(value) if re.fullmatch(r"-?\d{1,18}", value, re.ASCII) else 0
+
+    started = number("ExecMainStartTimestampMonotonic")
+    return Unit(
+        load=values.get("LoadState", ""),
+        active=values.get("ActiveState", ""),
+        sub=values.get("SubState", ""),
+        main_pid=number("MainPID"),
+        restarts=number("NRestarts"),
+        start_id=values.get("InvocationID", ""),
+        result=values.get("Result", ""),
+        exit_code=number("ExecMainCode"),
+        exit_status=number("ExecMainStatus"),
+        started_at=started / 1e6 if started else None,
+        control_group=values.get("ControlGroup", ""),
+    )
+
+
+def unit_fault(unit: Unit, start_id: str) -> str | None:
+    """Say why ``unit`` cannot become ready in the start that ``start_id`` names ("" for whichever is running).
+
+    None while it is starting or running. The sentence fragment fits after "the unit ".
+    """
+    if unit.load not in ("loaded", "stub", "merged"):
+        return f"cannot be used: systemd reports it as {unit.load or 'unknown'}"
+    if start_id and unit.start_id and unit.start_id != start_id:
+        return f"was started again meanwhile (restarts by systemd: {unit.restarts})"
+    if unit.sub == "auto-restart":
+        return f"{exit_words(unit)} and waits for its restart"
+    if unit.active == "failed":
+        return exit_words(unit)
+    if unit.active == "inactive":
+        if unit.started_at is not None:
+            return exit_words(unit)
+        # systemd forgets a unit that ended well.
+        return "ended by itself with exit status 0" if start_id else "is not running"
+    return None
+
+
+def exit_words(unit: Unit) -> str:
+    """Say how the unit's main process ended, as a sentence fragment."""
+    if unit.result == "oom-kill":
+        return "was killed by the OOM killer"
+    if unit.exit_code in (_CLD_KILLED, _CLD_DUMPED):
+        return f"was ended by signal {unit.exit_status}"
+    if unit.started_at is None:
+        return f"failed before its process ran (result: {unit.result or 'unknown'})"
+    return f"exited with status {unit.exit_status}"
+
+
+def listeners(table: str, port: int) -> set[str]:
+    """Return the socket inodes that listen on ``port``, from the text of /proc/net/tcp or tcp6."""
+    found = set()
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == _TCP_LISTEN and fields[1].rpartition(":")[2] == f"{port:04X}":
+            found.add(fields[9])
+    return found
+
+
+def other_listener(port: int, control_group: str, proc: Path = Path("/proc")) -> str | None:
+    """Name a process that listens on ``port`` while none of ``control_group`` does; None otherwise.
+
+    None too if nobody listens there, or if this process may not look at who does.
+    """
+    inodes: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            inodes |= listeners((proc / "net" / table).read_text(), port)
+    stranger = None
+    for process in proc.glob("[0-9]*"):
+        try:
+            if not _holds(process, inodes):
+                continue
+            if _in_group(process, control_group):
+                return None
+            stranger = f"{(process / 'comm').read_text().strip()}, pid {process.name}"
+        except OSError:
+            # It ended, or belongs to someone else.
+            continue
+    return stranger
+
+
+def _holds(process: Path, inodes: set[str]) -> bool:
+    return any(str(entry.readlink())[len("socket:[") : -1] in inodes for entry in (process / "fd").iterdir())
+
+
+def _in_group(process: Path, control_group: str) -> bool:
+    paths = [line.split(":", 2)[2] for line in (process / "cgroup").read_text().splitlines()]
+    return any(path == control_group or path.startswith(control_group.rstrip("/") + "/") for path in paths)
+
+
+def parse_speculation(metrics: str) -> Speculation | None:
+    """Read the speculation counters of a /metrics text, or None where it has none."""
+    totals = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0}
+    positions: dict[int, float] = {}
+    found = False
+    for line in metrics.splitlines():
+        if not line.startswith(_SPECULATION_PREFIX):
+            continue
+        match = _SAMPLE.match(line)
+        value = _number(match["value"]) if match else None
+        if match is None or value is None:
+            continue
+        found = True
+        if match["name"] in totals:
+            totals[match["name"]] += value
+        elif position := _POSITION.search(match["labels"] or ""):
+            index = int(position[1])
+            positions[index] = positions.get(index, 0.0) + value
+    if not found:
+        return None
+    return Speculation(
+        int(totals["drafts"]),
+        int(totals["draft_tokens"]),
+        int(totals["accepted_tokens"]),
+        tuple(int(positions.get(index, 0.0)) for index in range(max(positions, default=-1) + 1)),
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if value < float("inf") else None
+
+
+class Gate:
+    """Watches one service from its own host until it is ready: unit, journal, endpoints.
+
+    ``run`` executes an argument list and returns its standard output, "" where it fails. ``url`` is the service's root,
+    without a trailing slash; ``host`` is the name that messages use.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        unit: str,
+        url: str,
+        model: str,
+        speculative: bool,
+        api_key: str | None,
+        run: Callable[[list[str]], str],
+    ) -> None:
+        self._host = host
+        self._unit = unit
+        self._url = url.rstrip("/")
+        parts = urllib.parse.urlsplit(self._url)
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._model = model
+        self._speculative = speculative
+        self._run = run
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # A proxy of the environment must not answer for the service.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def watch(self, start_id: str, window_s: float) -> Status:
+        """Wait up to ``window_s`` seconds for readiness, less if the service is ready or cannot become so.
+
+        ``start_id`` is the start to watch, as an earlier call reported it; "" takes the one that is under way, and
+        any later start then counts as a failure.
+        """
+        deadline = time.monotonic() + window_s
+        while True:
+            unit = self._show()
+            watched = start_id or unit.start_id
+            fault = unit_fault(unit, start_id)
+            if fault is not None:
+                return self._stopped(unit, watched, fault)
+            probe = self._probe(unit, deadline)
+            if probe.ready or probe.fault or time.monotonic() >= deadline:
+                return self._status(unit, watched, probe)
+            start_id = watched
+            time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
+
+    def _show(self) -> Unit:
+        properties = ",".join(UNIT_PROPERTIES)
+        return parse_unit(self._run(["systemctl", "show", self._unit, f"--property={properties}"]))
+
+    def _journal(self, start_id: str) -> list[str]:
+        """Return what the service and systemd logged in one start, oldest first."""
+        if not start_id:
+            return []
+        command = ["journalctl", "--no-pager", "--quiet", "--output=cat", f"--lines={_JOURNAL_LINES}"]
+        # The service's own lines carry the first field, systemd's lines about it the second.
+        match = [f"_SYSTEMD_INVOCATION_ID={start_id}", "+", f"INVOCATION_ID={start_id}"]
+        return self._run([*command, *match]).splitlines()
+
+    def _stopped(self, unit: Unit, start_id: str, fault: str) -> Status:
+        lines = self._journal(start_id)
+        cause = vllm_log.root_cause(lines)
+        if cause is not None:
+            reason = f"{cause.line[:_MAX_REASON].rstrip('. ')}. {cause.remedy}".rstrip()
+        else:
+            reason = f"{self._unit} {fault}. See `journalctl -u {self._unit}` on the host."
+        return self._status(unit, start_id, _Probe(fault=f"vLLM on {self._host} did not start: {reason}"), lines)
+
+    def _status(self, unit: Unit, start_id: str, probe: _Probe, lines: list[str] | None = None) -> Status:
+        lines = self._journal(start_id) if lines is None else lines
+        phase = vllm_log.Phase(vllm_log.SERVING, None) if probe.ready else vllm_log.read_phase(lines)
+        return Status(
+            ready=probe.ready,
+            fault=probe.fault,
+            phase=phase.name,
+            percent=phase.percent,
+            elapsed_s=round(time.monotonic() - unit.started_at, 1) if unit.started_at is not None else 0.0,
+            start_id=start_id,
+            restarts=unit.restarts,
+            speculation=probe.speculation,
+            tap_ids_logged=vllm_log.tap_ids(lines),
+            journal_tail=[line.strip("\r")[:_MAX_REASON] for line in lines if line.strip()][-_TAIL_LINES:],
+        )
+
+    def _probe(self, unit: Unit, deadline: float) -> _Probe:
+        """Ask the endpoints, cheapest first. An answer that does not come in time means: not ready yet."""
+        health = self._request("/health", deadline, longest_s=_HEALTH_S)
+        if health is None or health.status != HTTPStatus.OK:
+            return _Probe()
+        stranger = other_listener(self._port, unit.control_group)
+        if stranger is not None:
+            return _Probe(
+                fault=f"Port {self._port} on {self._host} is served by another process ({stranger}), not by "
+                f"{self._unit}. Stop it, or correct the port or the url."
+            )
+        try:
+            self._check_model(deadline)
+            self._complete(deadline, tokens=1)
+            before = self._counters(deadline)
+            if before is None:
+                return _Probe(ready=True)
+            self._complete(deadline, tokens=_SAMPLE_TOKENS)
+            return _Probe(ready=True, speculation=self._settled_counters(before, deadline).since(before))
+        except _NoAnswer:
+            return _Probe()
+        except _Refused as error:
+            return _Probe(fault=str(error))
+
+    def _check_model(self, deadline: float) -> None:
+        answer = self._answer("/v1/models", deadline)
+        entries = answer.get("data")
+        served = (
+            [str(entry.get("id")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        )
+        if self._model not in served:
+            names = ", ".join(served) or "no model"
+            raise _Refused(
+                f"vLLM on {self._host} serves {names}, expected {self._model}. Correct served-model-name, or the url "
+                f"{self._url} if this is another service."
+            )
+
+    def _complete(self, deadline: float, tokens: int) -> None:
+        body = {"model": self._model, "prompt": _PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = self._answer("/v1/completions", deadline, body)
+        usage = answer.get("usage")
+        if not isinstance(usage, dict) or not usage.get("completion_tokens"):
+            raise _Refused(f"vLLM on {self._host} answered a completion without generating a token. Read its journal.")
+
+    def _counters(self, deadline: float) -> Speculation | None:
+        response = self._request("/metrics", deadline)
+        if response is None or response.status != HTTPStatus.OK:
+            raise _NoAnswer
+        counters = parse_speculation(response.text)
+        if self._speculative and counters is None:
+            raise _Refused(
+                f"vLLM on {self._host} serves without speculative decoding: {self._url}/metrics has no "
+                "vllm:spec_decode counters. Check speculative-config, and that disable-log-stats is off."
+            )
+        if not self._speculative and counters is not None:
+            raise _Refused(
+                f"vLLM on {self._host} serves with speculative decoding, but this release has none. "
+                "Check speculative-config of the running service."
+            )
+        return counters
+
+    def _settled_counters(self, before: Speculation, deadline: float) -> Speculation:
+        """Read the counters until two readings agree: vLLM books a request's last step just after answering it."""
+        patience = time.monotonic() + _SETTLE_LIMIT_S
+        last = before
+        while True:
+            now = self._counters(deadline)
+            if now is None or (now == last and now.drafts > before.drafts) or time.monotonic() > patience:
+                return now or last
+            last = now
+            time.sleep(_SETTLE_S)
+
+    def _answer(self, path: str, deadline: float, body: dict[str, object] | None = None) -> dict[str, Any]:
+        response = self._request(path, deadline, body)
+        if response is None or response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise _NoAnswer
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise _Refused(
+                f"vLLM on {self._host} refuses the API key (401 from {path}). Check that the key is one of those whose "
+                "digest is in the service's key file."
+            )
+        if response.status != HTTPStatus.OK:
+            raise _Refused(f"vLLM on {self._host} answers {path} with {response.status}: {response.text[:_MAX_REASON]}")
+        try:
+            answer = json.loads(response.text)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise _Refused(
+                f"{self._url}{path} on {self._host} is not vLLM: its answer is no JSON object. Correct the url."
+            )
+        return answer
+
+    def _request(
+        self, path: str, deadline: float, body: dict[str, object] | None = None, longest_s: float = 10.0
+    ) -> _Response | None:
+        """Return the response, or None if none came before ``deadline`` (at least a second is waited)."""
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(f"{self._url}{path}", data, self._headers)
+        timeout = min(max(deadline - time.monotonic(), 1.0), longest_s)
+        try:
+            with self._opener.open(request, timeout=timeout) as response:
+                return _Response(response.status, response.read(_MAX_BODY).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            with error:
+                return _Response(error.code, error.read(_MAX_BODY).decode(errors="replace"))
+        except (OSError, http.client.HTTPException):
+            return None

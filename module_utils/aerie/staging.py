@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files on their way to a host: what is missing there, and putting what arrived in its place once it is verified."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansible.module_utils.aerie.digest_cache import cached_sha256
+from ansible.module_utils.aerie.files import sha256_file, sync_directory
+
+# Inside the destination, so that what arrives is on the right file system and a rename puts it in place.
+INCOMING = ".incoming"
+
+
+class StagingError(RuntimeError):
+    """A file that cannot be staged; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class ExpectedFile:
+    """A file that a directory must have: its ``name`` there, SHA-256, and ``size`` in bytes."""
+
+    name: str
+    sha256: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise StagingError(f"'{self.name}' is no plain file name")
+
+
+def missing_files(directory: Path, expected: Sequence[ExpectedFile], *, remember: bool) -> list[ExpectedFile]:
+    """Return the files that ``directory`` lacks or has with other bytes.
+
+    With ``remember``, the digests that were computed are kept there and not computed again while a file is untouched.
+    """
+    candidates = [path for file in expected if (path := directory / file.name).is_file()]
+    digests = cached_sha256(candidates, directory / ".sha256.json" if remember and candidates else None)
+    return [file for file in expected if digests.get(directory / file.name) != file.sha256]
+
+
+def open_incoming(directory: Path, missing: Sequence[ExpectedFile], login: str) -> list[ExpectedFile]:
+    """Make the directory where ``login`` may put ``missing``; return those that an interrupted run did not bring."""
+    incoming = directory / INCOMING
+    incoming.mkdir(parents=True, exist_ok=True)
+    free = os.statvfs(incoming).f_bavail * os.statvfs(incoming).f_frsize
+    wanted = [file for file in missing if not _arrived(incoming, file)]
+    needed = sum(file.size for file in wanted)
+    if needed > free:
+        raise StagingError(f"{directory} needs {needed >> 20} MB and its file system has {free >> 20} MB free")
+    incoming.chmod(0o700)
+    # Without a configured login, SSH has chosen it, and sudo knows it.
+    login = login or os.environ.get("SUDO_USER", "")
+    if os.geteuid() == 0 and login:
+        owner = pwd.getpwnam(login)
+        os.chown(incoming, owner.pw_uid, owner.pw_gid)
+    return wanted
+
+
+def accept_incoming(directory: Path, missing: Sequence[ExpectedFile]) -> None:
+    """Put what arrived in its place, verified; what is damaged is removed, so that the next run sends it again."""
+    incoming = directory / INCOMING
+    if os.geteuid() == 0:
+        os.chown(incoming, 0, 0)
+    for file in missing:
+        path = incoming / file.name
+        if not _arrived(incoming, file):
+            path.unlink(missing_ok=True)
+            raise StagingError(f"{file.name} arrived in {directory} with other bytes than were sent; run again")
+        if os.geteuid() == 0:
+            os.chown(path, 0, 0)
+        path.chmod(0o644)
+        path.replace(directory / file.name)
+    for path in incoming.iterdir():
+        path.unlink()
+    incoming.rmdir()
+    sync_directory(directory)
+
+
+def _arrived(incoming: Path, file: ExpectedFile) -> bool:
+    path = incoming / file.name
+    return path.is_file() and path.stat().st_size == file.size and sha256_file(path) == file.sha256

@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate, from outside: a real HTTP server with vLLM's endpoints, and systemctl and journalctl as programs."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.module_utils.aerie import readiness
+from ansible.module_utils.testing import patch_module_args
+from hypothesis import given
+from hypothesis import strategies as st
+
+service_gate = importlib.import_module("service_gate")
+
+ROOT = Path(__file__).parents[2]
+LOGS = Path(__file__).parent / "logs"
+KEY = "sk-not-to-be-seen"
+START = "0b5c6a6e4e4f4f0f8f8e1f0c6f6a6b6c"
+
+
+class Vllm:
+    """Answers like vLLM's server. What it does is set by its attributes; `on_health` sees every look at /health."""
+
+    def __init__(self) -> None:
+        self.models = ["kimi"]
+        self.health = 200
+        self.completion: tuple[int, dict[str, Any]] = (200, {"usage": {"completion_tokens": 1}})
+        self.speculative = True
+        self.drafts = 100
+        # Booked when /metrics is read the next time, as vLLM books the last step after the answer.
+        self.late_drafts = 0
+        self.on_health: Callable[[int], None] = lambda count: None
+        self.hang = threading.Event()
+        self.hang.set()
+        self.health_calls = 0
+        self.seen: list[tuple[str, str]] = []
+        vllm = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer(b"")
+
+            def do_POST(self) -> None:
+                self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+            def answer(self, body: bytes) -> None:
+                status, text = vllm.respond(self.path, self.headers.get("Authorization", ""), body)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def respond(self, path: str, authorization: str, body: bytes) -> tuple[int, str]:
+        self.seen.append((path, authorization))
+        if path == "/health":
+            self.health_calls += 1
+            self.on_health(self.health_calls)
+            return self.health, ""
+        if path == "/metrics":
+            text = self.metrics()
+            self.drafts += self.late_drafts
+            self.late_drafts = 0
+            return 200, text
+        if authorization != f"Bearer {KEY}":
+            return 401, '{"error": {"message": "Unauthorized"}}'
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": name} for name in self.models]})
+        self.hang.wait()
+        if self.speculative and json.loads(body)["max_tokens"] > 1:
+            self.drafts += 5
+            self.late_drafts += 3
+        return self.completion[0], json.dumps(self.completion[1])
+
+    def metrics(self) -> str:
+        text = '# HELP vllm:num_requests_running x\nvllm:num_requests_running{engine="0"} 0.0\n'
+        if self.speculative:
+            label = 'engine="0",model_name="kimi"'
+            text += (
+                f"vllm:spec_decode_num_drafts_total{{{label}}} {self.drafts}.0\n"
+                f"vllm:spec_decode_num_draft_tokens_total{{{label}}} {3 * self.drafts}.0\n"
+                f"vllm:spec_decode_num_accepted_tokens_total{{{label}}} {2 * self.drafts}.0\n"
+                f"vllm:spec_decode_num_drafts_created{{{label}}} 1.7e+09\n"
+            )
+            for position, share in enumerate((1, 1, 0)):
+                labels = f'{label},position="{position}"'
+                text += f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {share * self.drafts}.0\n"
+        return text
+
+    def stop(self) -> None:
+        self.hang.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Systemd:
+    """`systemctl` and `journalctl` that print files; the test writes the files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._unit = directory / "unit"
+        self._journal = directory / "journal"
+        self.asked = directory / "asked"
+        for name, file in (("systemctl", self._unit), ("journalctl", self._journal)):
+            program = directory / name
+            program.write_text(f'#!/bin/sh\necho "{name} $*" >> {self.asked}\ncat {file}\n')
+            program.chmod(0o755)
+        self.log("loading")
+        self.unit()
+
+    def unit(self, **changes: str) -> None:
+        # Its processes are this very test's, so the server is the unit's.
+        own_group = Path("/proc/self/cgroup").read_text().splitlines()[0].split(":", 2)[2]
+        values = {
+            "LoadState": "loaded",
+            "ActiveState": "active",
+            "SubState": "running",
+            "MainPID": "4711",
+            "NRestarts": "0",
+            "InvocationID": START,
+            "Result": "success",
+            "ExecMainCode": "0",
+            "ExecMainStatus": "0",
+            "ExecMainStartTimestampMonotonic": "1000000",
+            "ControlGroup": own_group,
+            **changes,
+        }
+        new = self._unit.with_suffix(".new")
+        new.write_text("".join(f"{key}={value}\n" for key, value in values.items()))
+        new.replace(self._unit)
+
+    def log(self, name: str) -> None:
+        self._journal.write_text((LOGS / f"{name}.log").read_text())
+
+
+@pytest.fixture
+def vllm() -> Iterator[Vllm]:
+    server = Vllm()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return Systemd(tmp_path)
+
+
+def gate(port: int, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Run the module as Ansible does and return what it printed."""
+    arguments = {
+        "url": f"http://127.0.0.1:{port}",
+        "model": "kimi",
+        "speculative": True,
+        "api_key": KEY,
+        "window_s": 0.1,
+        "host": "host-1",
+        **options,
+    }
+    output = io.StringIO()
+    with patch_module_args(arguments), redirect_stdout(output), pytest.raises(SystemExit):
+        service_gate.main()
+    assert KEY not in output.getvalue()
+    result = json.loads(output.getvalue())
+    assert result.get("changed", False) is False
+    return result  # type: ignore[no-any-return]
+
+
+def closed_port() -> int:
+    server = Vllm()
+    server.stop()
+    return server.port
+
+
+def test_ready_with_speculation(vllm: Vllm, systemd: Systemd) -> None:
+    systemd.log("ready")
+    result = gate(vllm.port)
+    assert (result["ready"], result["phase"], result["start_id"]) == (True, "serving", START)
+    # What one request moved, the late part of it too, not what was counted before.
+    assert result["speculation"] == {
+        "drafts": 8,
+        "draft_tokens": 24,
+        "accepted_tokens": 16,
+        "accepted_per_position": [8, 8, 0],
+    }
+    assert result["tap_ids_logged"] == [2, 4, 6]
+    assert result["elapsed_s"] > 0
+    assert f"_SYSTEMD_INVOCATION_ID={START} + INVOCATION_ID={START}" in systemd.asked.read_text()
+
+
+def test_ready_without_speculation(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.speculative = False
+    result = gate(vllm.port, speculative=False)
+    assert (result["ready"], result["speculation"]) == (True, None)
+
+
+def test_a_key_is_optional_and_goes_nowhere_but_to_the_service(vllm: Vllm, systemd: Systemd) -> None:
+    assert gate(vllm.port)["ready"] is True
+    assert {authorization for _, authorization in vllm.seen} == {f"Bearer {KEY}"}
+    assert KEY not in systemd.asked.read_text()
+    refused = gate(vllm.port, api_key=None)
+    assert refused["failed"] is True
+    assert "vLLM on host-1 refuses the API key (401 from /v1/models)" in refused["msg"]
+
+
+@pytest.mark.parametrize(
+    ("log", "phase", "percent"), [("loading", "loading weights", 40), ("capturing", "capturing graphs", 41)]
+)
+def test_a_start_that_is_under_way(systemd: Systemd, log: str, phase: str, percent: int) -> None:
+    systemd.log(log)
+    result = gate(closed_port())
+    assert "failed" not in result
+    assert (result["ready"], result["phase"], result["percent"]) == (False, phase, percent)
+
+
+def test_readiness_is_noticed_within_the_window(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.health = 503
+
+    def third_look(count: int) -> None:
+        if count == 3:
+            vllm.health = 200
+
+    vllm.on_health = third_look
+    assert gate(vllm.port, window_s=10)["ready"] is True
+    assert vllm.health_calls == 3
+
+
+def test_death_is_noticed_within_the_window(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.health = 503
+
+    def dies(count: int) -> None:
+        systemd.log("missing_weights")
+        systemd.unit(ActiveState="failed", SubState="failed", Result="exit-code", ExecMainCode="1", ExecMainStatus="1")
+
+    vllm.on_health = dies
+    result = gate(vllm.port, window_s=10)
+    assert vllm.health_calls == 1
+    assert result["msg"] == (
+        "vLLM on host-1 did not start: RuntimeError: Cannot find any model weights with `/srv/models/kimi`. "
+        "The checkpoint on the host is incomplete: copy its weight files again."
+    )
+    assert len(result["journal_tail"]) == 30
+    assert result["journal_tail"][-1].startswith("RuntimeError: Engine core initialization failed.")
+
+
+DEAD = {"ActiveState": "failed", "SubState": "failed", "Result": "exit-code"}
+
+
+@pytest.mark.parametrize(
+    ("unit", "said"),
+    [
+        ({**DEAD, "ExecMainCode": "1", "ExecMainStatus": "3"}, "vllm.service exited with status 3"),
+        ({**DEAD, "ExecMainCode": "2", "ExecMainStatus": "9"}, "vllm.service was ended by signal 9"),
+        ({**DEAD, "Result": "oom-kill", "ExecMainCode": "2"}, "vllm.service was killed by the OOM killer"),
+        ({**DEAD, "Result": "resources", "ExecMainStartTimestampMonotonic": "0"}, "failed before its process ran"),
+        ({"ActiveState": "inactive", "SubState": "dead", "ExecMainCode": "1"}, "exited with status 0"),
+        ({"ActiveState": "inactive", "ExecMainStartTimestampMonotonic": "0"}, "ended by itself with exit status 0"),
+        ({"ActiveState": "activating", "SubState": "auto-restart", "ExecMainCode": "1"}, "waits for its restart"),
+        ({"InvocationID": "f" * 32, "NRestarts": "1"}, "was started again meanwhile (restarts by systemd: 1)"),
+        ({"LoadState": "not-found"}, "systemd reports it as not-found"),
+        ({"LoadState": "bad-setting"}, "systemd reports it as bad-setting"),
+    ],
+)
+def test_a_unit_that_cannot_become_ready_fails_at_once(systemd: Systemd, unit: dict[str, str], said: str) -> None:
+    systemd.unit(**unit)
+    result = gate(closed_port(), window_s=10, start_id=START)
+    assert result["failed"] is True
+    assert said in result["msg"]
+    assert result["msg"].startswith("vLLM on host-1 did not start: ")
+    assert "`journalctl -u vllm.service`" in result["msg"]
+
+
+def test_the_cause_is_read_from_the_start_that_died_not_from_the_next(systemd: Systemd) -> None:
+    systemd.unit(InvocationID="f" * 32)
+    systemd.log("drafter_shape")
+    assert "Tried to load weights of size" in gate(closed_port(), start_id=START)["msg"]
+    assert f"INVOCATION_ID={START}" in systemd.asked.read_text()
+    assert "INVOCATION_ID=ffff" not in systemd.asked.read_text()
+
+
+def test_a_unit_that_was_never_started(systemd: Systemd) -> None:
+    systemd.unit(ActiveState="inactive", SubState="dead", InvocationID="", ExecMainStartTimestampMonotonic="0")
+    result = gate(closed_port())
+    assert "vllm.service is not running" in result["msg"]
+    assert result["journal_tail"] == []
+
+
+def test_without_systemctl_the_unit_is_unknown(tmp_path: Path, systemd: Systemd) -> None:
+    (tmp_path / "systemctl").write_text("#!/bin/sh\nexit 1\n")
+    assert "systemd reports it as unknown" in gate(closed_port())["msg"]
+
+
+def test_another_model_on_the_port(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.models = ["llama", "llama-lora"]
+    assert "vLLM on host-1 serves llama, llama-lora, expected kimi" in gate(vllm.port)["msg"]
+
+
+def test_another_process_on_the_port_is_not_taken_for_the_service(vllm: Vllm, systemd: Systemd) -> None:
+    systemd.unit(ControlGroup="/system.slice/vllm.service")
+    result = gate(vllm.port)
+    assert result["failed"] is True
+    assert f"Port {vllm.port} on host-1 is served by another process" in result["msg"]
+    assert f"pid {os.getpid()}" in result["msg"]
+    assert {path for path, _ in vllm.seen} == {"/health"}
+
+
+@pytest.mark.parametrize(("served", "expected"), [(True, False), (False, True)])
+def test_speculation_counters_must_be_there_exactly_when_expected(
+    vllm: Vllm, systemd: Systemd, served: bool, expected: bool
+) -> None:
+    vllm.speculative = served
+    result = gate(vllm.port, speculative=expected)
+    assert result["failed"] is True
+    assert ("without" if expected else "with") + " speculative decoding" in result["msg"]
+
+
+def test_a_refused_completion_is_quoted(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.completion = (400, {"error": {"message": f"no such adapter, {KEY}"}})
+    result = gate(vllm.port)
+    assert "answers /v1/completions with 400" in result["msg"]
+    assert "no such adapter" in result["msg"]
+
+
+def test_a_completion_without_a_token_is_not_ready(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.completion = (200, {"usage": {"completion_tokens": 0}})
+    assert "without generating a token" in gate(vllm.port)["msg"]
+
+
+def test_an_engine_that_cannot_answer_yet_is_waited_for(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.completion = (503, {"error": {"message": "overloaded"}})
+    assert gate(vllm.port)["ready"] is False
+
+
+def test_an_engine_that_hangs_is_not_ready(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.hang.clear()
+    assert gate(vllm.port)["ready"] is False
+
+
+def test_check_mode_asks_nobody(systemd: Systemd) -> None:
+    result = gate(closed_port(), _ansible_check_mode=True)
+    assert (result["ready"], result["phase"], result["skipped"]) == (None, "not started", True)
+    assert not systemd.asked.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"window_s": 11}, "window_s is 11; choose more than 0 and at most 10"),
+        ({"window_s": 0}, "window_s is 0"),
+        ({"budget_s": -1}, "budget_s is -1"),
+        ({"url": "127.0.0.1:8000"}, "url is 127.0.0.1:8000; it must begin with http:// or https://"),
+    ],
+)
+def test_options_out_of_range(systemd: Systemd, options: dict[str, Any], said: str) -> None:
+    assert said in gate(closed_port(), **options)["msg"]
+
+
+@given(st.text())
+def test_any_unit_text_is_read(text: str) -> None:
+    unit = readiness.parse_unit(text)
+    assert unit.restarts >= 0 or "NRestarts=-" in text
+    readiness.unit_fault(unit, "")
+
+
+@given(
+    st.lists(
+        st.sampled_from(["vllm:spec_decode_num_", "drafts", "_total", "{", 'position="1"', "}", " ", "1e9", "e.+"])
+    )
+)
+def test_any_metrics_text_is_read(pieces: list[str]) -> None:
+    counters = readiness.parse_speculation("".join(pieces))
+    assert counters is None or counters.drafts >= 0
+
+
+def test_counters_of_several_engines_are_summed() -> None:
+    text = "".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{engine}"{extra}}} {value}\n'
+        for engine in (0, 1)
+        for name, extra, value in (
+            ("drafts", "", "10.0"),
+            ("draft_tokens", "", "30.0"),
+            ("accepted_tokens", "", "1.2e+01"),
+            ("accepted_tokens_per_pos", ',position="0"', "9.0"),
+            ("accepted_tokens_per_pos", ',position="2"', "3.0"),
+        )
+    )
+    assert readiness.parse_speculation(text) == (20, 60, 24, (18, 0, 6))
+
+
+PLAYBOOK = """
+- hosts: all
+  gather_facts: false
+  tasks:
+    - name: Wait until vLLM is ready
+      service_gate:
+        url: "http://127.0.0.1:{{ port }}"
+        model: kimi
+        speculative: true
+        api_key: "{{ key }}"
+        budget_s: "{{ budget }}"
+        window_s: 1
+"""
+
+
+def play(directory: Path, **variables: Any) -> tuple[int, str]:  # noqa: ANN401
+    """Run the playbook on this machine as host-1 and return its exit status and everything that it printed."""
+    playbook = directory / "play.yml"
+    playbook.write_text(PLAYBOOK)
+    values = json.dumps({"key": KEY, "ansible_python_interpreter": sys.executable, **variables})
+    (directory / "variables.json").write_text(values)
+    program = str(Path(sys.executable).with_name("ansible-playbook"))
+    command = [program, "-vvv", "-i", "host-1,", "-c", "local", str(playbook), "-e", f"@{directory / 'variables.json'}"]
+    environment = {**os.environ, "HOME": str(directory), "ANSIBLE_NOCOLOR": "1", "COLUMNS": "400"}
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert KEY not in run.stdout
+    return run.returncode, run.stdout
+
+
+def test_the_control_node_shows_the_phases_until_ready(tmp_path: Path, vllm: Vllm, systemd: Systemd) -> None:
+    vllm.health = 503
+
+    def goes_on(count: int) -> None:
+        if count == 4:
+            systemd.log("capturing")
+        if count == 8:
+            vllm.health = 200
+
+    vllm.on_health = goes_on
+    status, output = play(tmp_path, port=vllm.port, budget=60)
+    assert status == 0, output
+    shown = [
+        line.split(" (")[0] for line in output.splitlines() if line.startswith("host-1: ") and line.endswith(" s)")
+    ]
+    assert shown == ["host-1: loading weights 40 %", "host-1: capturing graphs 41 %"]
+
+
+def test_a_used_up_budget_fails_with_the_phase_and_the_remedy(tmp_path: Path, systemd: Systemd) -> None:
+    status, output = play(tmp_path, port=closed_port(), budget=0.5)
+    assert status == 2, output
+    assert "vLLM on host-1 was not ready after 0.5 s: it is at loading weights 40 %" in output
+    assert "raise vllm_service_start_budget" in output
+    assert "26/64" in output

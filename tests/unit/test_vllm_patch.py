@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules vllm_patch_plan and vllm_patch, run as Ansible runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_vllm
+from modules import run_module
+
+Run = Callable[..., dict[str, Any]]
+PATHS = (toy_vllm.MODEL, toy_vllm.INTERFACES)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda module, check_mode=False, **arguments: run_module(module, arguments, capsys, check_mode)
+
+
+@pytest.fixture
+def planned(run: Run, tmp_path: Path) -> dict[str, Any]:
+    return run("vllm_patch_plan", **plan_arguments(tmp_path))
+
+
+def plan_arguments(folder: Path, **changes: object) -> dict[str, Any]:
+    wheel = toy_vllm.wheel(folder, toy_vllm.files())
+    return {"wheel": str(wheel), "patch_sets": [toy_vllm.patch_set(**changes)], "layer_counts": [8]}
+
+
+def contents(package_dir: Path) -> dict[str, bytes]:
+    return {path: (package_dir / path).read_bytes() for path in PATHS}
+
+
+def digests(planned: dict[str, Any], which: str) -> dict[str, str]:
+    return {path: digest[which] for path, digest in planned["sets"]["toy"]["files"].items()}
+
+
+@pytest.mark.parametrize("check_mode", [False, True])
+def test_a_plan_says_what_it_does_and_proves_it(run: Run, tmp_path: Path, check_mode: bool) -> None:
+    result = run("vllm_patch_plan", check_mode, **plan_arguments(tmp_path))
+    assert (result["failed"], result["changed"]) == (False, False)
+    assert (result["vllm_version"], result["distribution"]) == ("0.33.0", "vllm")
+    assert result["sets"]["toy"]["state"] == "applies"
+    assert set(result["sets"]["toy"]["files"]) == set(PATHS)
+    proof = result["proof"]
+    assert 0 < proof["run"] == proof["passed"]
+    assert proof["summary"] == f"{proof['run']} of {proof['run']} symbolic cases passed"
+    assert "+        taps: list = []  # aerie toy:opt-in\n" in result["patch"]
+    assert result["diff"] == {"prepared": result["patch"]}
+
+
+def test_a_plan_of_a_release_that_needs_nothing_is_empty(run: Run, tmp_path: Path) -> None:
+    native = [{"path": toy_vllm.MODEL, "class": "Model"}]
+    result = run("vllm_patch_plan", **plan_arguments(tmp_path, native=native))
+    assert result["sets"]["toy"]["state"] == "native"
+    assert (result["plan"]["set"], result["plan"]["files"], result["patch"]) == (None, [], "")
+
+
+def test_a_set_that_is_refused_fails_with_its_reason(run: Run, tmp_path: Path) -> None:
+    result = run("vllm_patch_plan", **plan_arguments(tmp_path, versions=">=0.40"))
+    assert result["failed"]
+    assert result["msg"] == "toy is refused for vLLM 0.33.0: it is for >=0.40"
+
+
+def test_a_proof_that_fails_fails_with_its_case(run: Run, tmp_path: Path) -> None:
+    result = run("vllm_patch_plan", **plan_arguments(tmp_path, proof={**toy_vllm.PROOF, "pipeline_sizes": [2]}))
+    assert result["failed"]
+    assert "first failure: pipeline size 2 (layers 4+4), ids (2, 4, 5): the source raises ValueError" in result["msg"]
+
+
+def test_check_mode_predicts_what_the_run_does(run: Run, tmp_path: Path, planned: dict[str, Any]) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    before = contents(package_dir)
+    arguments = {"package_dir": str(package_dir), "plan": planned["plan"], "store": str(tmp_path / "store")}
+    predicted = run("vllm_patch", True, **arguments)
+    assert contents(package_dir) == before
+    assert not (tmp_path / "store").exists()
+    done = run("vllm_patch", **arguments)
+    assert [predicted["changed"], done["changed"]] == [True, True]
+    assert predicted["diff"] == done["diff"]
+    assert predicted["sets"]["toy"]["files"] == done["sets"]["toy"]["files"] == planned["sets"]["toy"]["files"]
+    assert [predicted["sets"]["toy"]["state"], done["sets"]["toy"]["state"]] == ["applies", "applied"]
+    for shown in done["diff"]:
+        path = str(Path(shown["after_header"]).relative_to(package_dir))
+        assert shown["before"].encode() == before[path]
+        assert shown["after"].encode() == contents(package_dir)[path]
+    again = run("vllm_patch", **arguments)
+    assert (again["changed"], again["diff"]) == (False, [])
+    assert again["sets"]["toy"]["state"] == "applied"
+    after = digests(planned, "after")
+    assert again["sets"]["toy"]["files"] == {path: {"before": after[path], "after": after[path]} for path in PATHS}
+
+
+def test_check_mode_predicts_from_the_plan_where_nothing_is_installed(
+    run: Run, tmp_path: Path, planned: dict[str, Any]
+) -> None:
+    package_dir = tmp_path / "later" / "vllm"
+    arguments = {"package_dir": str(package_dir), "plan": planned["plan"], "store": str(tmp_path / "store")}
+    predicted = run("vllm_patch", True, **arguments)
+    assert (predicted["failed"], predicted["changed"], predicted["vllm_version"]) == (False, True, "0.33.0")
+    assert predicted["sets"]["toy"]["files"] == planned["sets"]["toy"]["files"]
+    toy_vllm.environment(tmp_path, toy_vllm.files())
+    (tmp_path / "site-packages").rename(tmp_path / "later")
+    assert run("vllm_patch", **arguments)["diff"] == predicted["diff"]
+    refused = run("vllm_patch", package_dir=str(tmp_path / "absent"), plan=planned["plan"])
+    assert refused["msg"] == f"{tmp_path / 'absent'} is no directory: install vLLM there first, or correct package_dir"
+
+
+def test_absent_restores_the_bytes_and_needs_no_plan(run: Run, tmp_path: Path, planned: dict[str, Any]) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    before = contents(package_dir)
+    common = {"package_dir": str(package_dir), "store": str(tmp_path / "store")}
+    run("vllm_patch", plan=planned["plan"], **common)
+    patched = contents(package_dir)
+    predicted = run("vllm_patch", True, state="absent", **common)
+    assert contents(package_dir) == patched
+    done = run("vllm_patch", state="absent", **common)
+    assert contents(package_dir) == before
+    assert (predicted["changed"], done["changed"]) == (True, True)
+    assert predicted["diff"] == done["diff"]
+    assert not run("vllm_patch", state="absent", **common)["changed"]
+
+
+def test_patch_sets_are_planned_on_the_host_from_the_pristine_files(
+    run: Run, tmp_path: Path, planned: dict[str, Any]
+) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    arguments = {
+        "package_dir": str(package_dir),
+        "patch_sets": [toy_vllm.patch_set()],
+        "layer_counts": [8],
+        "store": str(tmp_path / "store"),
+    }
+    assert [run("vllm_patch", **arguments)["changed"] for _ in range(2)] == [True, False]
+    by_plan = run("vllm_patch", package_dir=str(package_dir), plan=planned["plan"], store=str(tmp_path / "store"))
+    assert not by_plan["changed"]
+    refused = run("vllm_patch", **{**arguments, "patch_sets": [toy_vllm.patch_set(versions=">=0.40")]})
+    assert refused["msg"] == "toy is refused for vLLM 0.33.0: it is for >=0.40"
+
+
+def test_a_hand_edit_fails_without_a_traceback(run: Run, tmp_path: Path, planned: dict[str, Any]) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    with (package_dir / toy_vllm.MODEL).open("ab") as stream:
+        stream.write(b"mine = 1\n")
+    before = contents(package_dir)
+    result = run("vllm_patch", package_dir=str(package_dir), plan=planned["plan"], store=str(tmp_path / "store"))
+    assert result["failed"]
+    assert result["msg"].startswith(f"{package_dir / toy_vllm.MODEL} was changed by someone else")
+    assert "\n+mine = 1" in result["msg"]
+    assert contents(package_dir) == before
+
+
+def test_present_needs_a_plan_or_patch_sets(run: Run, tmp_path: Path) -> None:
+    result = run("vllm_patch", package_dir=str(tmp_path))
+    assert result["failed"]
+    assert "plan" in result["msg"]
+    assert "patch_sets" in result["msg"]
