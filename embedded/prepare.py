@@ -24,10 +24,11 @@ VAULT_PASSWORD = STATE / "vault-password"
 VAULT = ROOT / "inventory/local/group_vars/inference/vault.yml"
 
 
-def run(*command: str | Path, **environment: str) -> None:
+def run(*command: str | Path) -> None:
     """Run a program whose output the user sees."""
-    if subprocess.run([str(part) for part in command], cwd=ROOT, env={**os.environ, **environment}, check=False).returncode:
-        raise ClusterError(f"{' '.join(str(part) for part in command)} failed; see above")
+    words = [str(word) for word in command]
+    if subprocess.run(words, cwd=ROOT, check=False).returncode:
+        raise ClusterError(f"{' '.join(words)} failed; see above")
 
 
 def cluster(*arguments: str | Path) -> None:

@@ -33,7 +33,8 @@ options:
     type: dict
     default: {}
   id:
-    description: The release to activate. For O(state=active).
+    description:
+      - The release to activate, or C(previous) for the one that served before the current one. For O(state=active).
     type: str
     default: ''
   unit:
@@ -145,6 +146,13 @@ def stage(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
 
 def switch(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
     identity, unit = module.params["id"], Path(module.params["unit"])
+    if identity == "previous":
+        identity = releases.previous()
+        if not identity:
+            raise ReleaseError(f"the ledger of {releases.root} knows no release before {releases.current() or 'any'}")
+    if not releases.path(identity).is_dir() and not module.check_mode:
+        known = ", ".join(sorted(path.name for path in releases.path(identity).parent.glob("*"))) or "none"
+        raise ReleaseError(f"release {identity} is not on this host; these are: {known}")
     running = running_service(unit.name)
     wanted = read_settings(Path(module.params["settings"]))
     as_wanted = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)

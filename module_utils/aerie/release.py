@@ -52,7 +52,8 @@ class Releases:
     def changes(self, inputs: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, bytes]:
         """Return the files of a release, by name, that are not there yet."""
         identity = release_id(inputs, files)
-        record = json.dumps({"id": identity, "inputs": inputs}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        facts = {"id": identity, "inputs": inputs, "files": sorted(files)}
+        record = json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         wanted = {**{name: text.encode() for name, text in files.items()}, "release.json": record.encode()}
         directory = self.path(identity)
         return {name: data for name, data in wanted.items() if _read(directory / name) != data}
@@ -87,9 +88,30 @@ class Releases:
         """Say whether ``identity`` is current and systemd has its unit."""
         return self.current() == identity and _read(unit) == _read(self.path(identity) / unit.name) is not None
 
+    def previous(self) -> str:
+        """Return the release that served before the current one was activated last, or nothing."""
+        current = self.current()
+        for entry in reversed(self.ledger()):
+            if entry.get("action") == "activate" and entry["to"] == current and entry["from"] != current:
+                return str(entry["from"])
+        return ""
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Return the ledger's entries, oldest first. A last line that was torn by a crash is left out."""
+        entries = []
+        for line in (_read(self.root / "ledger.jsonl") or b"").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                continue
+        return entries
+
     def append_to_ledger(self, entry: Mapping[str, Any]) -> None:
         """Append one line to the ledger; a reader sees the whole line or none of it."""
         line = canonical({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **entry}) + b"\n"
+        written = _read(self.root / "ledger.jsonl")
+        if written and not written.endswith(b"\n"):
+            line = b"\n" + line  # a crash tore the last line
         descriptor = os.open(self.root / "ledger.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line)

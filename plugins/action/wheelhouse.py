@@ -21,6 +21,12 @@ from ansible.module_utils.aerie import wheelhouse  # noqa: E402
 from ansible.module_utils.aerie.files import sha256_bytes  # noqa: E402
 from ansible.module_utils.aerie.lockfile import LockError, parse_lock, wheel_identity  # noqa: E402
 
+ARGUMENT_SPEC = {
+    "lock": {"type": "path", "required": True},
+    "path": {"type": "path", "required": True},
+    "fallback_index": {"type": "str", "default": ""},
+    "only": {"type": "list", "elements": "str", "default": []},
+}
 _SHOW_SECONDS = 10
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 # Distributions that have the `vllm` package; the CPU builds have names of their own.
@@ -60,14 +66,7 @@ class ActionModule(ActionBase):
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
-        _, options = self.validate_argument_spec(
-            argument_spec={
-                "lock": {"type": "path", "required": True},
-                "path": {"type": "path", "required": True},
-                "fallback_index": {"type": "str", "default": ""},
-                "only": {"type": "list", "elements": "str", "default": []},
-            }
-        )
+        _, options = self.validate_argument_spec(argument_spec=ARGUMENT_SPEC)
         try:
             return {**result, **_ensure(options)}
         except FileNotFoundError as error:

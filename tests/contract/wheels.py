@@ -94,15 +94,9 @@ def partial_wheel(distribution: str, version: str, members: Collection[str]) -> 
 def _wheel_url(distribution: str, version: str) -> str:
     """Ask uv where the wheel is; nothing is installed, and only its metadata is read."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-deps", "--only-binary", ":all:"]
-    command += [
-        "--python-platform",
-        "x86_64-manylinux_2_31",
-        "--python-version",
-        "3.12",
-        "--format",
-        "pylock.toml",
-        "-",
-    ]
+    # Without the first option uv tries to download that Python, for seconds.
+    command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_40"]
+    command += ["--format", "pylock.toml", "-"]
     run = subprocess.run(command, input=f"{distribution}=={version}", capture_output=True, text=True, check=False)
     if run.returncode:
         raise LookupError(f"uv finds no wheel of {distribution} {version}: {run.stderr.strip()[-400:]}")

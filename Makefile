@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` alone lists the targets.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+STATE := $(or $(AERIE_STATE),/var/tmp/aerie)
+BIN := .venv/bin
+PYTHON := $(BIN)/python
+DEMO := inventory/local
+SCENARIO ?= default
+export PROMPT ?= Hello
+
+export AERIE_STATE := $(STATE)
+export AERIE_CACHE := $(STATE)/cache
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# The one vault of this repository is the demo's; `make demo` writes its password.
+demo: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
+demo-call: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
+
+.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario lock
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+setup: .venv/requirements.txt ## Have the control environment in .venv
+
+# Another lock or another Python is another environment.
+.venv/requirements.txt: requirements/test.txt requirements/uv.txt embedded/setup.sh
+	@embedded/setup.sh control
+
+embedded: setup ## Have the embedded hosts' image, environment and models
+	@embedded/setup.sh cluster
+	@$(PYTHON) embedded/prepare.py
+
+demo: embedded ## Boot two hosts on this machine and deploy onto them
+	@$(PYTHON) embedded/cluster.py up $(DEMO)/hosts.yml
+	@echo "ANSIBLE_VAULT_PASSWORD_FILE=$$ANSIBLE_VAULT_PASSWORD_FILE ansible-playbook deploy.yml -i $(DEMO)"
+	@ansible-playbook deploy.yml -i $(DEMO)
+	@echo 'Ask it something: make demo-call PROMPT="..."    Remove it: make demo-down'
+
+demo-call: ## Send one chat completion to the demo: make demo-call PROMPT="..."
+	@embedded/call.sh
+
+demo-down: ## Remove all that the demo made outside this checkout
+	@embedded/setup.sh down
+
+test: setup ## Run every test but the long ones
+	@tests/run.sh
+
+test-all: setup ## Run every test
+	@tests/run.sh --all
+
+lint: setup ## Check style and types
+	@tests/run.sh lint
+
+unit: setup ## Run the unit tests
+	@tests/run.sh unit
+
+contract: setup ## Run the tests on released wheels
+	@tests/run.sh contract
+
+scenarios: setup ## Run the Molecule scenarios
+	@tests/run.sh scenarios
+
+test-scenario: setup ## Run one Molecule scenario: make test-scenario SCENARIO=default
+	@tests/run.sh scenario $(SCENARIO)
+
+lock: setup ## Resolve the control environment's requirements again
+	@embedded/setup.sh lock
