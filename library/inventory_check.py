@@ -11,17 +11,22 @@ short_description: Find misspelt variables and addresses that two hosts have
 description:
   - Compares the names of an inventory's variables with those that the argument specifications of roles know, since
     Ansible ignores a variable that nothing reads; and the hosts' addresses with each other. Runs on the control node.
+  - Names that are neither close to one of these nor start with a role's name are the user's own, and left alone.
 options:
   variables:
     description: The names of each host's variables.
     type: dict
     required: true
   addresses:
-    description: The address of each host.
+    description: The address of each host; empty if it is reached by its name.
     type: dict
     required: true
   roles:
     description: The directory of roles.
+    type: path
+    required: true
+  playbooks:
+    description: The directory of playbooks. What they and the roles pass to each other is known as well.
     type: path
     required: true
 attributes:
@@ -38,6 +43,7 @@ EXAMPLES = r"""
     variables: {gpu-01: [vllm_service_prot]}
     addresses: {gpu-01: 10.1.0.1, gpu-02: 10.1.0.1}
     roles: roles
+    playbooks: playbooks
   delegate_to: localhost
 """
 
@@ -50,6 +56,7 @@ problems:
   sample: ["variable 'vllm_service_prot' of gpu-01 is unknown: did you mean 'vllm_service_port'?"]
 """
 
+import re
 from pathlib import Path
 
 import yaml
@@ -60,29 +67,37 @@ ARGUMENT_SPEC = {
     "variables": {"type": "dict", "required": True},
     "addresses": {"type": "dict", "required": True},
     "roles": {"type": "path", "required": True},
+    "playbooks": {"type": "path", "required": True},
 }
-# Variables of the inventories themselves, that no role reads.
-_INVENTORY_VARIABLES = {"embedded_layers"}
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def known_variables(roles: Path) -> set[str]:
-    known = set(_INVENTORY_VARIABLES)
+    known: set[str] = set()
     for path in roles.glob("*/meta/argument_specs.yml"):
         for entry_point in yaml.safe_load(path.read_text())["argument_specs"].values():
             known.update(entry_point.get("options", {}))
     return known
 
 
+def mentioned_names(*directories: Path) -> set[str]:
+    """Return every name in YAML files: the facts that roles and playbooks set are there when a play follows another."""
+    files = [path for directory in directories for path in directory.rglob("*.yml")]
+    return {name for path in files for name in _NAME.findall(path.read_text())}
+
+
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
-    known = known_variables(Path(module.params["roles"]))
-    hosts_of: dict[tuple[str, str], list[str]] = {}
+    roles, playbooks = Path(module.params["roles"]), Path(module.params["playbooks"])
+    hosts_of: dict[str, list[str]] = {}
     for host, names in module.params["variables"].items():
-        for found in misspelt(names, known).items():
-            hosts_of.setdefault(found, []).append(host)
+        for name in names:
+            hosts_of.setdefault(name, []).append(host)
+    suspects = hosts_of.keys() - mentioned_names(roles, playbooks)
+    found = misspelt(suspects, known_variables(roles), [path.name for path in roles.iterdir()])
     problems = [
-        f"variable '{name}' of {', '.join(hosts)} is unknown: did you mean '{close}'?"
-        for (name, close), hosts in hosts_of.items()
+        f"variable '{name}' of {', '.join(hosts_of[name])} is unknown: did you mean '{close}'?"
+        for name, close in found.items()
     ]
     problems += [
         f"{' and '.join(hosts)} have the same address {address}: give each host its own, or remove one"

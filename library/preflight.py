@@ -71,6 +71,10 @@ problems:
   elements: str
   returned: success
   sample: ["port 8000 is in use by nginx (process 712): stop it, or set vllm_service_port"]
+gpu_memory_mb:
+  description: The memory of the GPUs that the service uses, together, in MiB; 0 for a CPU build.
+  type: int
+  returned: success
 """
 
 import subprocess
@@ -93,10 +97,10 @@ ARGUMENT_SPEC = {
 
 def gpu_report() -> preflight.GpuReport | None:
     try:
-        result = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return preflight.parse_nvidia_smi(result.stdout)
+    return preflight.parse_nvidia_smi(result.stdout.decode(errors="replace"))
 
 
 def main() -> None:
@@ -107,11 +111,13 @@ def main() -> None:
         problems += preflight.check_python(options["python"], options["python_release"])
     problems += preflight.check_disk(Path(options["root"]), options["disk_mb"])
     problems += preflight.check_port(options["port"], options["unit"])
-    if not options["cuda"]:
-        problems += preflight.check_libraries(["libnuma.so.1"])
+    report = gpu_report() if options["cuda"] else None
+    if options["cuda"]:
+        problems += preflight.check_gpus(report, options["cuda"], options["gpus"], options["python"])
     else:
-        problems += preflight.check_gpus(gpu_report(), options["cuda"], options["gpus"], options["python"])
-    module.exit_json(changed=False, problems=problems)
+        problems += preflight.check_libraries(["libnuma.so.1"])
+    memory = sum(gpu.memory for gpu in report.gpus[: options["gpus"]]) if report else 0
+    module.exit_json(changed=False, problems=problems, gpu_memory_mb=memory)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ site_packages:
   sample: /opt/aerie/releases/1f0c2a9e8d7b6543/venv/lib/python3.12/site-packages
 """
 
+import os
 from pathlib import Path
 
 from ansible.module_utils.aerie.environment import PythonEnvironment, PythonEnvironmentError
@@ -102,12 +103,17 @@ ARGUMENT_SPEC = {
     "wheelhouse": {"type": "path", "default": ""},
     "index_url": {"type": "str", "default": ""},
 }
-MUTUALLY_EXCLUSIVE = [("wheelhouse", "index_url")]
 
 
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
     options = module.params
+    if options["wheelhouse"] and options["index_url"]:
+        module.fail_json(
+            msg="wheelhouse and index_url are both set: the wheels come from one of them, so empty the other"
+        )
+    # The service's unprivileged user runs what is written here, whatever umask the login has.
+    os.umask(0o022)
     environment = PythonEnvironment(
         path=Path(options["path"]),
         lock=options["lock"],

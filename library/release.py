@@ -12,7 +12,7 @@ description:
   - With O(state=staged), names a release by the digest of O(inputs) and O(files) and writes its files. The same
     inputs have the same id on every host. The service is not touched.
   - With O(state=active), makes a staged release the current one and has the service run it. It stops the service,
-    puts the release's unit and the link C(current) in place, starts the service, and writes a line of the ledger.
+    puts the release's unit and the link C(current) in place, writes a line of the ledger, and starts the service.
     A service that runs this release with these settings already is left alone.
 options:
   root:
@@ -36,15 +36,16 @@ options:
     description:
       - The release to activate, or C(previous) for the one that served before the current one. For O(state=active).
     type: str
-    default: ''
   unit:
     description: Where systemd looks for the service's unit. The release has a file of the same name.
     type: path
     default: /etc/systemd/system/vllm.service
   settings:
-    description: The environment file with this host's settings. A service that runs with others is restarted.
-    type: path
-    default: /etc/aerie/vllm.env
+    description:
+      - The text of the environment file with this host's settings. A service that runs with others is restarted.
+      - The text and not the file, which in check mode still has the old ones.
+    type: str
+    default: ''
   deployment:
     description: The id of the run over the fleet, for the ledger.
     type: str
@@ -75,6 +76,7 @@ EXAMPLES = r"""
     root: /opt/aerie
     state: active
     id: "{{ staged.id }}"
+    settings: "{{ lookup('ansible.builtin.template', 'vllm.env.j2') }}"
     deployment: 2026-11-29T10:00:00Z
     why: deploy
 """
@@ -99,6 +101,7 @@ running:
   returned: when O(state=active)
 """
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -106,7 +109,7 @@ from typing import Any
 from ansible.module_utils.aerie.release import (
     ReleaseError,
     Releases,
-    read_settings,
+    parse_settings,
     release_id,
     running_service,
 )
@@ -117,9 +120,9 @@ ARGUMENT_SPEC = {
     "state": {"type": "str", "choices": ["staged", "active"], "required": True},
     "inputs": {"type": "dict", "default": {}},
     "files": {"type": "dict", "default": {}},
-    "id": {"type": "str", "default": ""},
+    "id": {"type": "str"},
     "unit": {"type": "path", "default": "/etc/systemd/system/vllm.service"},
-    "settings": {"type": "path", "default": "/etc/aerie/vllm.env"},
+    "settings": {"type": "str", "default": ""},
     "deployment": {"type": "str", "default": ""},
     "why": {"type": "str", "default": ""},
 }
@@ -150,21 +153,23 @@ def switch(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
         identity = releases.previous()
         if not identity:
             raise ReleaseError(f"the ledger of {releases.root} knows no release before {releases.current() or 'any'}")
-    if not releases.path(identity).is_dir() and not module.check_mode:
+    # Before the old release is stopped.
+    if not (releases.path(identity) / unit.name).is_file() and not module.check_mode:
         known = ", ".join(sorted(path.name for path in releases.path(identity).parent.glob("*"))) or "none"
         raise ReleaseError(f"release {identity} is not on this host; these are: {known}")
     running = running_service(unit.name)
-    wanted = read_settings(Path(module.params["settings"]))
+    wanted = parse_settings(module.params["settings"])
     as_wanted = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)
     if not as_wanted and not module.check_mode:
         previous = releases.current()
         systemctl(module, "stop", unit.name, missing_is_fine=True)
         releases.activate(identity, unit)
+        # Before the start, which may fail: what to roll back to is known all the same.
+        entry = {"deployment": module.params["deployment"], "action": "activate", "why": module.params["why"]}
+        releases.append_to_ledger({**entry, "from": previous, "to": identity})
         systemctl(module, "daemon-reload")
         systemctl(module, "enable", unit.name)
         systemctl(module, "start", "--no-block", unit.name)
-        entry = {"deployment": module.params["deployment"], "action": "activate", "why": module.params["why"]}
-        releases.append_to_ledger({**entry, "from": previous, "to": identity})
     before = f"release {running.release or 'none'} runs\n"
     return {
         "id": identity,
@@ -187,6 +192,8 @@ def main() -> None:
         required_if=[("state", "active", ["id"])],
         supports_check_mode=True,
     )
+    # The service's unprivileged user reads what is written here, whatever umask the login has.
+    os.umask(0o022)
     releases = Releases(Path(module.params["root"]))
     previous = releases.current()
     try:

@@ -76,6 +76,7 @@ unsent:
   returned: success
 """
 
+import os
 from pathlib import Path
 
 from ansible.module_utils.aerie.staging import (
@@ -108,6 +109,8 @@ ARGUMENT_SPEC = {
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
     directory = Path(module.params["dest"])
+    # The login must be able to reach what it sends, and the service to read it, whatever umask the login has.
+    os.umask(0o022)
     try:
         expected = [ExpectedFile(file["name"], file["sha256"], file["size"]) for file in module.params["files"]]
         missing = missing_files(directory, expected, remember=not module.check_mode)

@@ -10,9 +10,11 @@ short_description: Patch an installed vLLM, all files or none, reversibly
 description:
   - Writes the files that M(vllm_patch_plan) planned, after comparing every file with the sha256 that the RECORD of its
     distribution names. Restores exactly those bytes with O(state=absent).
-  - A file that is neither pristine nor ours is refused with a diff, and then nothing is written.
+  - A file that is neither pristine nor ours is refused with what became of it (an edit by hand before or after the
+    patch, another patch, a patch in part, a file that an upgrade left behind), the remedy and a diff. Then nothing is
+    written. Undoing a patch that someone edited since is refused in the same way.
   - Files are replaced by new inodes, so environments that share files by hard links keep theirs.
-  - An interrupted run is finished by the next one.
+  - An interrupted run is finished by the next one; with check mode, RV(interrupted) tells without doing it.
 author: Aerie
 attributes:
   check_mode:
@@ -71,7 +73,8 @@ vllm_version:
   returned: always
   sample: 0.33.0
 sets:
-  description: For every patch set of the plan its C(state) after the run (native, applied, applies), the C(reason), and
+  description: For every patch set of the plan its C(state) after the run (native, not needed, applied, applies), the
+    C(reason), and
     for each file its sha256 C(before) and C(after) this run.
   type: dict
   returned: always
@@ -79,6 +82,12 @@ interrupted:
   description: Whether an earlier run was interrupted, and this one brings it to its end.
   type: bool
   returned: when the package is installed
+notes:
+  description: What became of an earlier patch, where the files are not what its record says. Shown as warnings too.
+  type: list
+  elements: str
+  returned: when the package is installed
+  sample: ["vLLM 0.32.0, which was patched with eagle3-pp, was replaced by vllm 0.33.0: the patch went with it"]
 """
 
 from collections.abc import Sequence
@@ -87,7 +96,7 @@ from typing import Any
 
 from ansible.module_utils.aerie.files import sha256_bytes
 from ansible.module_utils.aerie.patcher import Move, Patcher, Plan, plan_files
-from ansible.module_utils.aerie.patchset import APPLIED, APPLIES, REFUSED, make_plan, plan_set
+from ansible.module_utils.aerie.patchset import APPLIED, APPLIES, plan_sets
 from ansible.module_utils.aerie.source import Refusal
 from ansible.module_utils.aerie.wheel import Package, package_of_directory
 from ansible.module_utils.basic import AnsibleModule
@@ -111,9 +120,14 @@ def main() -> None:
         supports_check_mode=True,
     )
     try:
-        module.exit_json(**_run(module))
+        result = _run(module)
     except Refusal as refusal:
         module.fail_json(msg=str(refusal))
+    except OSError as error:
+        module.fail_json(msg=f"cannot read {error.filename}: {error.strerror}; mend that and run again")
+    for note in result.get("notes", []):
+        module.warn(note)
+    module.exit_json(**result)
 
 
 def _run(module: AnsibleModule) -> dict[str, Any]:
@@ -136,6 +150,7 @@ def _run(module: AnsibleModule) -> dict[str, Any]:
         "vllm_version": package.version,
         "sets": _sets(plan, work.moves, APPLIED if patched_now else APPLIES),
         "interrupted": work.interrupted,
+        "notes": list(work.notes),
         "diff": _diff(work.moves, package_dir),
     }
 
@@ -145,11 +160,7 @@ def _planned_here(patcher: Patcher, package: Package, patch_sets: list[Any], lay
     pristine = Package(
         package.distribution, package.version, package.recorded, lambda path: patcher.pristine(package, path)
     )
-    plans = [plan_set(pristine, patch_set, layer_counts) for patch_set in patch_sets]
-    refused = [plan.reason for plan in plans if plan.state == REFUSED]
-    if refused:
-        raise Refusal("; ".join(refused))
-    return make_plan(pristine, plans)
+    return plan_sets(pristine, patch_sets, layer_counts).plan
 
 
 def _predicted(plan: Plan | None, package_dir: Path) -> dict[str, Any]:

@@ -5,14 +5,15 @@ An edit is a mapping with ``id`` (its name in the marker), ``op``, where it appl
 shape of a statement: see ``source.matches``) and the ``code`` to put there:
 
 ========================  ==================================================================================
-add_import                ``from``, ``name``
+add_import                ``from``, ``name`` (into the file's one ``from ... import``, in its order)
 add_base                  ``class``, ``base``
 add_class_attribute       ``class``, ``code`` (one assignment)
 add_method                ``class``, ``code`` (one function)
 insert_in_method          [``class``,] ``method``, ``before`` or ``after`` (a shape), ``code``
 replace_statement         [``class``,] ``method``, ``statement`` (a shape), ``code``
 replace_test              [``class``,] ``method``, ``statement`` (the shape of an if or while), ``code`` (expression)
-extend_list               [``class``,] [``method``,] ``statement`` (the shape of an assignment), ``code`` (an item)
+replace_loop              [``class``,] ``method``, ``statement`` (the shape of a for), ``code`` (``target in iterable``)
+extend_list               [``class``,] [``method``,] ``statement`` (the shape of an assignment), ``code`` (items)
 ========================  ==================================================================================
 
 Without ``class``, ``method`` is a function of the module. All edits of a file are resolved against the file as it is.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import textwrap
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +33,7 @@ from typing import Any, Union
 from ansible.module_utils.aerie.source import (
     MARKER,
     Function,
+    Node,
     Refusal,
     Source,
     Splice,
@@ -108,9 +111,10 @@ class _Place:
     def one(self, found: Sequence[Any], looked_for: str) -> Any:  # noqa: ANN401 - the node type is the caller's
         if len(found) != 1:
             where = ", ".join(f"{kind} {self.edit[kind]}" for kind in ("class", "method") if kind in self.edit)
+            lines = f" (lines {', '.join(str(node.lineno) for node in found)})" if found else ""
             raise Refusal(
                 f"{self.source.path}{', ' + where if where else ''}: looked for {looked_for}, "
-                f"found {len(found)}, need exactly 1 (edit {self.name})"
+                f"found {len(found)}{lines}, need exactly 1 (edit {self.name})"
             )
         return found[0]
 
@@ -137,7 +141,7 @@ class _Place:
     def own_line(self, node: ast.stmt) -> str:
         """Return the indentation of ``node``, which must not share a line with another statement."""
         source = self.source
-        indent = source.indent(source.start(node))
+        indent = source.indent(source.start_with_decorators(node))
         after = source.text[source.end(node) : source.line_end(source.end(node))].strip()
         if indent is None or (after and not after.startswith("#")):
             raise Refusal(
@@ -147,49 +151,70 @@ class _Place:
 
     def lines(self, code: str, indent: str) -> list[str]:
         """Return ``code`` as marked lines, indented as the file does it; blank lines stay blank."""
-        unit = _indent_unit(self.source)
+        unit = _indent_unit(self.source, indent)
         lines = []
         for line in textwrap.dedent(code).strip("\n").split("\n"):
             depth, rest = divmod(len(line) - len(line.lstrip(" ")), 4)
             lines.append(f"{indent}{unit * depth}{' ' * rest}{line.strip()}{self.marker}" if line.strip() else "")
         return lines
 
-    def block(self, code: str, indent: str) -> str:
-        return self.source.newline.join(self.lines(code, indent))
+    def after(self, offset: int, code: str, indent: str, *, blank_line: bool = False) -> list[Splice]:
+        """Insert ``code`` as whole lines below the line that holds ``offset``."""
+        newline, end = self.source.newline(offset), self.source.line_end(offset)
+        lines = ["", *([""] if blank_line else []), *self.lines(code, indent)]
+        return [Splice(end, end, newline.join(lines))]
 
-    def after(self, offset: int, block: str) -> list[Splice]:
-        """Insert whole lines below the line that holds ``offset``."""
-        end = self.source.line_end(offset)
-        return [Splice(end, end, self.source.newline + block)]
+    def before(self, offset: int, code: str, indent: str, *, blank_line: bool = False) -> list[Splice]:
+        """Insert ``code`` as whole lines above the line that holds ``offset``."""
+        newline, start = self.source.newline(offset), self.source.line_start(offset)
+        lines = [*self.lines(code, indent), *([""] if blank_line else []), ""]
+        return [Splice(start, start, newline.join(lines))]
 
-    def before(self, offset: int, block: str) -> list[Splice]:
-        """Insert whole lines above the line that holds ``offset``."""
-        start = self.source.line_start(offset)
-        return [Splice(start, start, block + self.source.newline)]
+    def instead(self, start: int, end: int, indent: str) -> list[Splice]:
+        """Put the edit's code in the place of the characters ``start:end``; what follows them on their line stays."""
+        lines = self.source.newline(end).join(self.lines(self.field("code"), indent))
+        return [Splice(start, end, lines[len(indent) : -len(self.marker)]), self.mark_line(end)]
 
     def mark_line(self, offset: int) -> Splice:
         end = self.source.line_end(offset)
         return Splice(end, end, self.marker)
 
-    def append_item(self, last: ast.expr | ast.alias, item: str) -> list[Splice]:
-        """Add ``item`` after ``last`` in a comma-separated list: on a line of its own when ``last`` has one."""
+    def has_own_line(self, item: Node) -> bool:
+        """Tell whether ``item`` of a comma-separated list shares its line with nothing but its comma and a comment."""
+        source, end = self.source, self.source.end(item)
+        rest = source.text[end : source.line_end(end)].strip()
+        return source.indent(source.start(item)) is not None and (
+            rest[:1] in ("", "#") or (rest[:1] == "," and rest[1:].strip()[:1] in ("", "#"))
+        )
+
+    def append_items(self, last: Node, items: Sequence[str]) -> list[Splice]:
+        """Add ``items`` after ``last`` in a comma-separated list: on lines of their own when ``last`` has one."""
         source, end = self.source, self.source.end(last)
-        indent = source.indent(source.start(last))
-        if indent is None:
-            return [Splice(end, end, f", {item}"), self.mark_line(end)]
+        if not self.has_own_line(last):
+            return [Splice(end, end, "".join(f", {item}" for item in items)), self.mark_line(end)]
+        indent = source.indent(source.start(last)) or ""
         comma = source.text[end : source.line_end(end)].lstrip().startswith(",")
-        added = self.after(end, f"{indent}{item}{',' if comma else ''}{self.marker}")
+        code = ",\n".join(items) + ("," if comma else "")
+        added = self.after(end, code, indent)
         return added if comma else [Splice(end, end, ","), *added]
 
+    def insert_item(self, following: Node, item: str) -> list[Splice]:
+        """Add ``item`` before ``following`` in a comma-separated list, as ``append_items`` does."""
+        source, start = self.source, self.source.start(following)
+        if self.has_own_line(following):
+            return self.before(start, f"{item},", source.indent(start) or "")
+        return [Splice(start, start, f"{item}, "), self.mark_line(start)]
 
-def _indent_unit(source: Source) -> str:
-    """Return one level of indentation as the file has it: that of the first nested block."""
+
+def _indent_unit(source: Source, indent: str) -> str:
+    """Return one level of indentation as the file has it: that of its first nested block, or tabs below a tab."""
+    if "\t" in indent:
+        return "\t"
     for node in source.tree.body:
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body:
-            indent = source.indent(source.start(body[0]))
-            if indent:
-                return indent
+        found = source.indent(source.start_with_decorators(body[0])) if isinstance(body, list) and body else None
+        if found and not (indent and "\t" in found):
+            return found
     return "    "
 
 
@@ -199,10 +224,7 @@ def _add_import(place: _Place) -> list[Splice]:
         raise Refusal(f"{source.path}: {name} is imported from {module} already (edit {place.name})")
     statement: ast.ImportFrom = place.one(imports_from(source.tree, module), f"`from {module} import ...`")
     later = [alias for alias in statement.names if _import_order(alias.name) > _import_order(name)]
-    indent = source.indent(source.start(later[0])) if later else None
-    if indent is not None:
-        return place.before(source.start(later[0]), f"{indent}{name},{place.marker}")
-    return place.append_item(statement.names[-1], name)
+    return place.insert_item(later[0], name) if later else place.append_items(statement.names[-1], [name])
 
 
 def _import_order(name: str) -> tuple[int, str]:
@@ -214,23 +236,33 @@ def _add_base(place: _Place) -> list[Splice]:
     owner, base = place.class_(), place.field("base")
     if has_base(owner, base):
         raise Refusal(f"{place.source.path}: class {owner.name} has the base {base} already (edit {place.name})")
-    if not owner.bases:
-        raise Refusal(f"{place.source.path}: class {owner.name} has no base to add {base} after (edit {place.name})")
-    return place.append_item(owner.bases[-1], base)
+    if owner.bases:
+        return place.append_items(owner.bases[-1], [base])
+    if owner.keywords:
+        return place.insert_item(owner.keywords[0], base)
+    head = re.compile(rf"class\s+{owner.name}(?P<bases>\s*\(\s*\)|)\s*:").match(
+        place.source.text, place.source.start(owner)
+    )
+    if not head:
+        raise Refusal(
+            f"{place.source.path}, line {owner.lineno}: the head of class {owner.name} is none that a base "
+            f"can be added to (edit {place.name})"
+        )
+    return [Splice(*head.span("bases"), f"({base})"), place.mark_line(head.end())]
 
 
 def _add_class_attribute(place: _Place) -> list[Splice]:
     owner, name = place.class_(), _assigned_name(place)
     if attribute(owner, name) is not None:
         raise Refusal(f"{place.source.path}: class {owner.name} has the attribute {name} already (edit {place.name})")
-    indent = place.own_line(owner.body[0])
     head = _leading_attributes(owner)
     if head:
-        return place.after(place.source.end(head[-1]), place.block(place.field("code"), indent))
-    first = owner.body[0]
-    line = min([first.lineno, *(node.lineno for node in getattr(first, "decorator_list", []))])
-    start = place.source.start(first) if line == first.lineno else place.source.start(first.decorator_list[0])  # type: ignore[attr-defined]
-    return place.before(start, place.block(place.field("code"), indent) + place.source.newline)
+        indent = place.own_line(head[-1])
+        blank_line = isinstance(head[-1], ast.Expr) and len(head) < len(owner.body)
+        return place.after(place.source.end(head[-1]), place.field("code"), indent, blank_line=blank_line)
+    indent = place.own_line(owner.body[0])
+    start = place.source.start_with_decorators(owner.body[0])
+    return place.before(start, place.field("code"), indent, blank_line=True)
 
 
 def _leading_attributes(owner: ast.ClassDef) -> list[ast.stmt]:
@@ -257,9 +289,7 @@ def _add_method(place: _Place) -> list[Splice]:
     if functions(owner, name):
         raise Refusal(f"{place.source.path}: class {owner.name} has the method {name} already (edit {place.name})")
     indent = place.own_line(owner.body[-1])
-    return place.after(
-        place.source.end(owner.body[-1]), place.source.newline + place.block(place.field("code"), indent)
-    )
+    return place.after(place.source.end(owner.body[-1]), place.field("code"), indent, blank_line=True)
 
 
 def _function_name(place: _Place) -> str:
@@ -274,28 +304,39 @@ def _insert(place: _Place) -> list[Splice]:
         raise Refusal(f"{place.source.path}: edit {place.name} needs either `before` or `after`")
     key = "before" if "before" in place.edit else "after"
     node = place.statement(key)
-    block = place.block(place.field("code"), place.own_line(node))
+    indent = place.own_line(node)
     if key == "before":
-        return place.before(place.source.start(node), block)
-    return place.after(place.source.end(node), block)
+        return place.before(place.source.start_with_decorators(node), place.field("code"), indent)
+    return place.after(place.source.end(node), place.field("code"), indent)
 
 
 def _replace_statement(place: _Place) -> list[Splice]:
     node = place.statement("statement")
-    indent = place.own_line(node)
-    start, end = place.source.start(node), place.source.end(node)
-    block = place.block(place.field("code"), indent)
-    return [Splice(start, end, block[len(indent) : -len(place.marker)]), place.mark_line(end)]
+    return place.instead(place.source.start_with_decorators(node), place.source.end(node), place.own_line(node))
 
 
 def _replace_test(place: _Place) -> list[Splice]:
     node = place.statement("statement")
     if not isinstance(node, (ast.If, ast.While)):
         raise Refusal(f"{place.source.path}: edit {place.name} needs the shape of an if or while")
-    indent = place.own_line(node)
-    code = place.block(place.field("code"), indent)[len(indent) : -len(place.marker)]
-    end = place.source.end(node.test)
-    return [Splice(place.source.start(node.test), end, code), place.mark_line(end)]
+    return place.instead(place.source.start(node.test), place.source.end(node.test), place.own_line(node))
+
+
+def _replace_loop(place: _Place) -> list[Splice]:
+    node = place.statement("statement")
+    if not isinstance(node, (ast.For, ast.AsyncFor)):
+        raise Refusal(f"{place.source.path}: edit {place.name} needs the shape of a for")
+    return place.instead(place.source.start(node.target), place.source.end(node.iter), place.own_line(node))
+
+
+def _items(place: _Place) -> dict[str, ast.expr]:
+    """Return the items that an edit adds to a list, by their text: one expression, or several with commas between."""
+    text = f"[{place.field('code').strip()}]"
+    try:
+        value = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise Refusal(f"{place.source.path}: edit {place.name} must give items of a list: {error}") from error
+    return {ast.get_source_segment(text, item) or "": item for item in getattr(value, "elts", [])}
 
 
 def _extend_list(place: _Place) -> list[Splice]:
@@ -303,7 +344,7 @@ def _extend_list(place: _Place) -> list[Splice]:
     value = getattr(node, "value", None)
     if not isinstance(value, (ast.List, ast.Tuple, ast.Set)) or not value.elts:
         raise Refusal(f"{place.source.path}: edit {place.name} needs the shape of an assignment of a filled list")
-    return place.append_item(value.elts[-1], place.field("code"))
+    return place.append_items(value.elts[-1], list(_items(place)))
 
 
 def _has_code(place: _Place) -> bool:
@@ -318,11 +359,16 @@ def _has_test(place: _Place) -> bool:
     )
 
 
-def _has_item(place: _Place) -> bool:
-    wanted = ast.parse(place.field("code"), mode="eval").body
+def _has_loop(place: _Place) -> bool:
+    (wanted,) = ast.parse(f"for {textwrap.dedent(place.field('code')).strip()}:\n    ...").body
+    return any(matches(wanted, node) for node in statements(place.method()))
+
+
+def _has_items(place: _Place) -> bool:
+    wanted = list(_items(place).values())
     scope = place.method() if "method" in place.edit else place.owner()
     lists = [node for node in ast.walk(scope) if isinstance(node, (ast.List, ast.Tuple, ast.Set))]
-    return any(matches(wanted, node.elts[-1]) for node in lists if node.elts)
+    return any(matches(wanted, node.elts[-len(wanted) :]) for node in lists)
 
 
 _OPERATIONS: dict[str, tuple[Callable[[_Place], list[Splice]], Callable[[_Place], bool]]] = {
@@ -339,5 +385,6 @@ _OPERATIONS: dict[str, tuple[Callable[[_Place], list[Splice]], Callable[[_Place]
     "insert_in_method": (_insert, _has_code),
     "replace_statement": (_replace_statement, _has_code),
     "replace_test": (_replace_test, _has_test),
-    "extend_list": (_extend_list, _has_item),
+    "replace_loop": (_replace_loop, _has_loop),
+    "extend_list": (_extend_list, _has_items),
 }

@@ -11,6 +11,7 @@ import subprocess
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class PythonEnvironment:
             "lock_sha256": sha256_bytes(self.lock.encode()),
             "python": f"archive {self.python_archive.name}" if self.python_archive else str(self.python),
             "python_release": self.python_release,
-            "uv": self.uv_wheel.name.split("-")[1],
+            "uv": self.uv_wheel.name.partition("-")[2].partition("-")[0],
         }
 
     def site_packages(self) -> Path:
@@ -87,31 +88,41 @@ class PythonEnvironment:
         environment.update(UV_CACHE_DIR=str(self.cache), UV_NO_CONFIG="1", UV_PYTHON_DOWNLOADS="never")
         if self.wheelhouse:
             environment["UV_OFFLINE"] = "1"
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run([*command, "--quiet"], env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise PythonEnvironmentError(f"{' '.join(command[1:3])} failed: {result.stderr.strip()[-1500:]}")
+            raise PythonEnvironmentError(f"uv {' '.join(command[1:3])} failed: {result.stderr.strip()[-1500:]}")
 
     def _uv(self) -> Path:
         """Return uv's program, unpacked from its wheel the first time."""
         program = self.tools / "-".join(self.uv_wheel.name.split("-")[:2])
         if not program.exists():
             self.tools.mkdir(parents=True, exist_ok=True)
+            write_atomically(program, self._uv_program(), mode=0o755)
+        return program
+
+    def _uv_program(self) -> bytes:
+        try:
             with zipfile.ZipFile(self.uv_wheel) as wheel:
                 (member,) = [name for name in wheel.namelist() if name.endswith(".data/scripts/uv")]
-                write_atomically(program, wheel.read(member), mode=0o755)
-        return program
+                return wheel.read(member)
+        except (zipfile.BadZipFile, zlib.error, ValueError) as error:
+            raise PythonEnvironmentError(f"{self.uv_wheel} is damaged, or no wheel of uv: remove it") from error
 
     def _interpreter(self) -> Path:
         if self.python_archive is None:
             if self.python is None or not os.access(self.python, os.X_OK):
+                place = f"at {self.python}" if self.python else "given"
                 raise PythonEnvironmentError(
-                    f"there is no Python at {self.python}: install python{self.python_release}, or set ml_env_python "
-                    "or ml_env_python_archive"
+                    f"there is no Python {place}: install python{self.python_release}, or set ml_env_python or "
+                    "ml_env_python_archive"
                 )
             return self.python
         home = self.tools / f"python-{sha256_file(self.python_archive)[:16]}"
         if not home.exists():
-            _unpack(self.python_archive, home)
+            try:
+                _unpack(self.python_archive, home)
+            except (tarfile.TarError, EOFError, zlib.error) as error:
+                raise PythonEnvironmentError(f"{self.python_archive} cannot be unpacked: {error}") from error
         for program in (home / "python/bin/python3", home / "bin/python3"):
             if program.exists():
                 return program

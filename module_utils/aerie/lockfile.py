@@ -96,5 +96,5 @@ def parse_lock(text: str, source: str) -> Lock:
 
 def wheel_identity(filename: str) -> tuple[str, str]:
     """Return the normalised name and the version of a wheel's file name."""
-    name, version = filename.split("-")[:2]
-    return normalise(name), version
+    name, _, rest = filename.partition("-")
+    return normalise(name), rest.partition("-")[0]

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch sets: what one does to a release, decided from the release's own code.
+"""Patch sets: what each does to a release, decided from the release's own code.
 
 A patch set is a mapping (rendered from ``templates/patches/<name>/set.yml.j2``):
 
 ``name``, ``description``
-``versions``   the releases that it is written and tested for, such as ``>=0.30,<0.34``
-``native``     facts about the code (see ``_holds``); where all hold, the release needs no patch
-``requires``   facts without which the set cannot work
-``files``      list of ``path`` (in the package) and ``edits`` (see ``edits``)
-``proof``      what the symbolic check runs (see ``prove``)
+``versions``      the releases that it is written and tested for, such as ``>=0.30,<0.34``
+``native``        facts (see ``code_facts``); where all hold, upstream has made the change and the set is not needed
+``requires``      facts that say which code the set is for; elsewhere it is not needed
+``files``         list of ``path`` (in the package) and ``edits`` (see ``edits``); a file or an edit with ``when`` (facts,
+                  about this file unless they say another) is left out where they do not hold
+``proof``         what the symbolic check runs (see ``prove``); a role with ``optional`` is left out where its file is
+                  not there, and ``sequence_parallel`` is a fact
+``capabilities``  name -> ``reason`` why it is missing, and either ``supported: false`` or ``when`` (facts)
 
-``plan_set`` answers ``native``, ``applies`` or ``refused``; ``make_plan`` turns that into the plan that a host writes.
+``plan_set`` answers for one set, ``plan_sets`` for all of them together with the plan that a host writes.
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import operator
 import re
@@ -23,15 +25,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ansible.module_utils.aerie.code_facts import Code, Fact, describe
 from ansible.module_utils.aerie.edits import apply_edits
 from ansible.module_utils.aerie.files import sha256_bytes
-from ansible.module_utils.aerie.prove import Proof, default_cases, prove
-from ansible.module_utils.aerie.source import Refusal, attribute, classes, functions, has_base, unified_diff
+from ansible.module_utils.aerie.prove import Proof, Reader, default_cases, prove
+from ansible.module_utils.aerie.source import Refusal, unified_diff
 from ansible.module_utils.aerie.wheel import Package
 
-NATIVE, APPLIES, APPLIED, REFUSED = "native", "applies", "applied", "refused"
+NATIVE, APPLIES, APPLIED, REFUSED, NOT_NEEDED = "native", "applies", "applied", "refused", "not needed"
 PatchSet = Mapping[str, Any]
-_KEYS = {"name", "description", "versions", "native", "requires", "files", "proof"}
+_KEYS = {"name", "description", "versions", "native", "requires", "files", "proof", "capabilities"}
+_OPTIONAL_ROLES = ("wrapper", "allow_list", "loader")
 _COMPARISONS = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -55,9 +59,20 @@ class FilePlan:
         return unified_diff(f"vllm/{self.path}", self.pristine, self.patched)
 
 
+@dataclass(frozen=True)
+class Capability:
+    """Something that a deployment may want from a release, and why the release does not have it."""
+
+    supported: bool
+    reason: str = ""
+
+
 @dataclass
 class SetPlan:
-    """What a patch set does to one release: ``state``, why, and the planned files with their proof."""
+    """What a patch set does to one release: ``state``, why, and the planned files with their proof.
+
+    For a release that has it (``native``) the proof is that of the release's own code.
+    """
 
     name: str
     state: str
@@ -65,27 +80,104 @@ class SetPlan:
     files: list[FilePlan] = field(default_factory=list)
     proof: Proof = field(default_factory=Proof)
     warnings: list[str] = field(default_factory=list)
+    capabilities: dict[str, Capability] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What all patch sets together do to one release: the plan for its hosts, and what they can ask of it then."""
+
+    plans: list[SetPlan]
+    plan: dict[str, Any]
+    capabilities: dict[str, Capability]
+    warnings: list[str]
+
+
+def plan_sets(
+    package: Package, patch_sets: Sequence[PatchSet], layer_counts: Sequence[int], architectures: Sequence[str] = ()
+) -> Selection:
+    """Plan all of ``patch_sets`` for the pristine ``package``; refuse when EAGLE-3 cannot be had on it.
+
+    That is when a set is refused, when two apply, when none is for this code, or when the release has no model for one
+    of ``architectures``. Without patch sets the plan is empty.
+    """
+    code = Code(package)
+    release = f"vLLM {package.version}"
+    for architecture in architectures:
+        if code.model(architecture) is None:
+            raise Refusal(
+                f"{release} has no model {architecture}: its registry does not name it; install a release that has it"
+            )
+    plans = [_plan_set(code, patch_set, layer_counts) for patch_set in patch_sets]
+    refused = [plan.reason for plan in plans if plan.state == REFUSED]
+    if refused:
+        raise Refusal("; ".join(refused))
+    useful = [plan for plan in plans if plan.state in (APPLIES, NATIVE)]
+    if plans and not useful:
+        raise Refusal(
+            f"no patch set is for the code of {release}: {'; '.join(plan.reason for plan in plans)}; "
+            "install a release that docs/patch-sets.md lists"
+        )
+    plan = make_plan(package, plans)
+    applying = [one for one in plans if one.state == APPLIES]
+    warnings = [warning for one in applying or useful for warning in one.warnings]
+    covered = {path for one in useful for path in one.models}
+    warnings += [
+        f"no patch set proves anything for {architecture} of {release}"
+        for architecture in architectures
+        if plans and code.model(architecture) not in covered
+    ]
+    return Selection(plans, plan, _joined(useful), warnings)
+
+
+def _joined(plans: Sequence[SetPlan]) -> dict[str, Capability]:
+    """Return the capabilities of a release: what any of ``plans`` supports, or why the first one does not."""
+    joined: dict[str, Capability] = {}
+    for plan in plans:
+        for name, capability in plan.capabilities.items():
+            if name not in joined or (capability.supported and not joined[name].supported):
+                joined[name] = capability
+    return joined
 
 
 def plan_set(package: Package, patch_set: PatchSet, layer_counts: Sequence[int]) -> SetPlan:
     """Decide from the pristine ``package`` what ``patch_set`` does to it; prove it for models of these layer counts."""
+    return _plan_set(Code(package), patch_set, layer_counts)
+
+
+def _plan_set(code: Code, patch_set: PatchSet, layer_counts: Sequence[int]) -> SetPlan:
     name = _checked(patch_set)["name"]
-    release = f"vLLM {package.version}"
+    release = f"vLLM {code.package.version}"
     try:
-        if all(_holds(package, fact) for fact in patch_set["native"]):
-            return SetPlan(name, NATIVE, f"{release} has it: {_describe(patch_set['native'][0])}")
-        warnings = _version_warnings(package.version, patch_set)
-        for fact in patch_set["requires"]:
-            if not _holds(package, fact):
-                raise Refusal(f"it needs {_describe(fact)}, which is not there")
-        files = [_plan_file(package, name, entry) for entry in patch_set["files"]]
+        has_it = bool(patch_set["native"]) and all(map(code.holds, patch_set["native"]))
+        missing = [fact for fact in patch_set["requires"] if not code.holds(fact)]
+        if missing and not has_it:
+            return SetPlan(name, NOT_NEEDED, f"{name} is for code with {describe(missing[0])}, unlike {release}")
+        proof = _resolved(code, patch_set["proof"])
+        capabilities = {key: _capability(code, entry) for key, entry in patch_set["capabilities"].items()}
+        models = [proof[role]["path"] for role in ("causal_lm", "wrapper") if role in proof]
+        stock = _prove(code.read, proof, layer_counts, inner_taps=has_it, stop_early=True)
+        if has_it or not stock.failures:
+            why = f"{describe(patch_set['native'][0])}; " if has_it else ""
+            warning = f"{release} has {name} itself, and its own code fails the symbolic check: {stock.summary}"
+            warnings = [warning] if stock.failures else []
+            reason = f"{release} has it: {why}{stock.summary}"
+            return SetPlan(name, NATIVE, reason, [], stock, warnings, capabilities, models)
+        warnings = _version_warnings(code.package.version, patch_set)
+        files = _plan_files(code, patch_set)
     except Refusal as refusal:
         return SetPlan(name, REFUSED, f"{name} is refused for {release}: {refusal}")
     planned = {file.path: file.patched for file in files}
-    proof = _prove(package, planned, patch_set["proof"], layer_counts)
-    if proof.failures:
-        return SetPlan(name, REFUSED, f"{name} is refused for {release}: {proof.summary}", files, proof, warnings)
-    return SetPlan(name, APPLIES, f"{release} needs it; {proof.summary}", files, proof, warnings)
+
+    def read(path: str) -> bytes:
+        return planned[path] if path in planned else code.read(path)
+
+    result = _prove(read, proof, layer_counts)
+    if result.failures:
+        return SetPlan(name, REFUSED, f"{name} is refused for {release}: {result.summary}", files, result, warnings)
+    reason = f"{release} needs it; {result.summary}"
+    return SetPlan(name, APPLIES, reason, files, result, warnings, capabilities, models)
 
 
 def make_plan(package: Package, plans: Sequence[SetPlan]) -> dict[str, Any]:
@@ -116,56 +208,69 @@ def make_plan(package: Package, plans: Sequence[SetPlan]) -> dict[str, Any]:
 
 
 def _checked(patch_set: PatchSet) -> PatchSet:
-    if set(patch_set) != _KEYS or not patch_set["files"] or not patch_set["native"]:
+    if set(patch_set) != _KEYS or not patch_set["files"] or not patch_set["requires"]:
         name = patch_set.get("name", "without a name")
-        raise Refusal(f"patch set {name} must have exactly the keys {sorted(_KEYS)}, with files and native filled")
+        raise Refusal(f"patch set {name} must have exactly the keys {sorted(_KEYS)}, with files and requires filled")
     return patch_set
 
 
-def _plan_file(package: Package, set_name: str, entry: Mapping[str, Any]) -> FilePlan:
-    pristine = package.read(entry["path"])
-    return FilePlan(entry["path"], pristine, apply_edits(entry["path"], pristine, set_name, entry["edits"]))
+def _plan_files(code: Code, patch_set: PatchSet) -> list[FilePlan]:
+    """Return every file of the set as it was and as it will be; refuse when one edit cannot be made."""
+    files = []
+    for entry in patch_set["files"]:
+        path = entry["path"]
+        if not _applies_here(code, path, entry):
+            continue
+        edits = [edit for edit in entry["edits"] if _applies_here(code, path, edit)]
+        pristine = code.read(path)
+        files.append(FilePlan(path, pristine, apply_edits(path, pristine, patch_set["name"], edits)))
+    return files
+
+
+def _applies_here(code: Code, path: str, entry: Mapping[str, Any]) -> bool:
+    return all(code.holds({"path": path, **fact}) for fact in entry.get("when", []))
+
+
+def _resolved(code: Code, proof: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the proof as this release needs it: without the roles that it has no code for."""
+    roles = {
+        key: value
+        for key, value in proof.items()
+        if key not in _OPTIONAL_ROLES or not value.get("optional") or code.has(value["path"])
+    }
+    fact: Fact | None = proof.get("sequence_parallel")
+    return {**roles, "sequence_parallel": bool(fact and code.holds(fact))}
+
+
+def _capability(code: Code, entry: Mapping[str, Any]) -> Capability:
+    supported = entry.get("supported", True) and all(map(code.holds, entry.get("when", [])))
+    return Capability(supported, "" if supported else entry["reason"])
 
 
 def _prove(
-    package: Package, planned: Mapping[str, bytes], proof: Mapping[str, Any], layer_counts: Sequence[int]
+    read: Reader,
+    proof: Mapping[str, Any],
+    layer_counts: Sequence[int],
+    *,
+    inner_taps: bool = False,
+    stop_early: bool = False,
 ) -> Proof:
-    def read(path: str) -> bytes:
-        return planned[path] if path in planned else package.read(path)
+    """Run the default cases; with ``inner_taps`` only those without the ids 0 and the number of layers.
 
+    Upstream's own support may leave those two out; where it does, another set mends it.
+    """
     cases = [
         case
         for layers in layer_counts
-        for case in default_cases(layers, proof["pipeline_sizes"], wrapped="wrapper" in proof)
+        for case in default_cases(
+            layers,
+            proof["pipeline_sizes"],
+            wrapped="wrapper" in proof,
+            sequence_parallel=proof["sequence_parallel"],
+        )
+        if not inner_taps or all(0 < tap < layers for tap in case.ids)
     ]
-    return prove(read, proof, cases)
-
-
-def _holds(package: Package, fact: Mapping[str, str]) -> bool:
-    """Tell whether the package's code has what ``fact`` names.
-
-    That is, in the file ``path``, a ``function`` of the module, or a ``class`` with a ``base``, ``method`` or
-    ``attribute``.
-    """
-    if fact["path"] not in package.recorded:
-        return False
-    try:
-        tree = ast.parse(package.read(fact["path"]))
-    except (SyntaxError, ValueError) as error:
-        raise Refusal(f"{fact['path']} cannot be parsed by this Python: {error}") from error
-    if "function" in fact:
-        return bool(functions(tree, fact["function"]))
-    return any(
-        ("base" not in fact or has_base(owner, fact["base"]))
-        and ("method" not in fact or bool(functions(owner, fact["method"])))
-        and ("attribute" not in fact or attribute(owner, fact["attribute"]) is not None)
-        for owner in classes(tree, fact["class"])
-    )
-
-
-def _describe(fact: Mapping[str, str]) -> str:
-    kinds = ("function", "class", "base", "method", "attribute")
-    return f"{' '.join(f'{kind} {fact[kind]}' for kind in kinds if kind in fact)} in {fact['path']}"
+    return prove(read, proof, cases, stop_early=stop_early)
 
 
 def _version_warnings(version: str, patch_set: PatchSet) -> list[str]:

@@ -5,6 +5,15 @@ The model's ``__init__`` and ``forward``, its mixin, the causal LM and the wrapp
 and executed as they are; layers, norm, embedding and the pipeline group are stand-ins. Tap id k must be the stream
 that enters layer k: the embedding for 0, the last layer's output before the norm for the number of layers. Taps must
 arrive ascending, once each, whatever ids are declared. Only the standard library is needed.
+
+What is run is named by a mapping (a patch set's ``proof``); ``path`` is a file of the package:
+
+``model``, ``causal_lm``   ``path`` and ``class``; ``causal_lm`` with ``shared`` also serves other inner models
+``wrapper``                the same, of the multimodal model; its source says if it holds a causal LM or the bare model
+``interface``              the class that the runner asks the top-level model for
+``sources``                ``path`` and ``names`` of more classes and functions that the above use
+``pipeline_sizes``         the numbers of stages to run
+``allow_list``, ``loader``   gates before the model, see ``gates``
 """
 
 from __future__ import annotations
@@ -18,6 +27,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ansible.module_utils.aerie.gates import check_allow_list, check_loader
+from ansible.module_utils.aerie.source import matches, parse_shape, statements
 from ansible.module_utils.aerie.symbolic import (
     Embedding,
     Intermediate,
@@ -37,6 +48,8 @@ from ansible.module_utils.aerie.symbolic import (
 Reader = Callable[[str], bytes]
 
 _FIRST_MOE_LAYER = 3
+# How runners ask for the default taps: before vLLM 0.18, and since.
+_DEFAULT_TAP_HOOKS = ("get_eagle3_aux_hidden_state_layers", "get_eagle3_default_aux_hidden_state_layers")
 
 
 class Case(NamedTuple):
@@ -54,12 +67,21 @@ class Case(NamedTuple):
         return f"pipeline size {len(self.stages)} (layers {split}), ids {self.ids}{through}{parallel}"
 
 
+class Gate(NamedTuple):
+    """One run of what stands before the model."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @dataclass
 class Proof:
     """How many cases ran, and the ones that failed with what they show."""
 
     run: int = 0
-    failures: list[tuple[Case, str]] = field(default_factory=list)
+    failures: list[tuple[Case | Gate, str]] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
@@ -71,8 +93,13 @@ class Proof:
         return f"{passed}; first failure: {case}: {fault}"
 
 
-def default_cases(layers: int, pipeline_sizes: Iterable[int], wrapped: bool) -> list[Case]:
-    """Return the matrix for a model of ``layers`` layers: even and uneven splits, ids on and beside every boundary."""
+def default_cases(
+    layers: int, pipeline_sizes: Iterable[int], wrapped: bool, sequence_parallel: bool = True
+) -> list[Case]:
+    """Return the matrix for a model of ``layers`` layers: even and uneven splits, ids on and beside every boundary.
+
+    ``sequence_parallel``: whether the release's layers can hand on shards of the rows.
+    """
     entries = (False, True) if wrapped else (False,)
     cases = []
     for size in pipeline_sizes:
@@ -90,7 +117,7 @@ def default_cases(layers: int, pipeline_sizes: Iterable[int], wrapped: bool) -> 
                 tuple(range(layers + 1)),
             ]
             inside = dict.fromkeys(tuple(tap for tap in ids if 0 <= tap <= layers) for ids in lists)
-            for parallel in (False, True) if size == 1 else (False,):
+            for parallel in (False, True) if size == 1 and sequence_parallel else (False,):
                 cases += [Case(stages, ids, entry, parallel) for ids in inside for entry in entries]
     return cases
 
@@ -110,34 +137,57 @@ def _splits(layers: int, size: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(splits))
 
 
-def prove(read: Reader, proof: Mapping[str, Any], cases: Sequence[Case]) -> Proof:
-    """Run ``cases`` on the source that ``read`` gives for a path in the package; ``proof`` is that of a patch set."""
+def prove(read: Reader, proof: Mapping[str, Any], cases: Sequence[Case], *, stop_early: bool = False) -> Proof:
+    """Run ``cases`` on the source that ``read`` gives for a path in the package; ``proof`` says what that source is.
+
+    With ``stop_early`` nothing runs after the first failure.
+    """
     result = Proof()
     try:
         release = _Release(read, proof)
-    except ProofError as error:
-        return Proof(len(cases), [(case, str(error)) for case in cases])
     except Exception as error:
-        fault = f"the source raises {type(error).__name__}: {error}"
-        return Proof(len(cases), [(case, fault) for case in cases])
-    for case in cases:
+        return Proof(len(cases), [(case, _fault_of(error)) for case in cases])
+    checks: list[tuple[Case | Gate, Callable[[], None]]] = [
+        *((Gate(name), check) for name, check in _gates(release, read)),
+        *((case, lambda case=case: _check_case(release, case)) for case in cases),
+    ]
+    for name, check in checks:
         result.run += 1
         try:
-            _check_case(release, case)
-        except ProofError as error:
-            result.failures.append((case, str(error)))
+            check()
+        except Exception as error:
+            result.failures.append((name, _fault_of(error)))
+            if stop_early:
+                break
     return result
+
+
+def _fault_of(error: Exception) -> str:
+    return str(error) if isinstance(error, ProofError) else f"the source raises {type(error).__name__}: {error}"
+
+
+def _gates(release: _Release, read: Reader) -> Iterable[tuple[str, Callable[[], None]]]:
+    proof = release.proof
+    if "allow_list" in proof:
+        path, model_types = proof["allow_list"]["path"], proof["allow_list"]["model_types"]
+        yield "the list of models that EAGLE-3 is allowed for", lambda: check_allow_list(path, read(path), model_types)
+    if "loader" in proof and "wrapper" in proof:
+        yield "the drafter's loader with the wrapper as its target", lambda: _check_loader(release, read)
+
+
+def _check_loader(release: _Release, read: Reader) -> None:
+    path = release.proof["loader"]["path"]
+    top = release.build(_Run(Case((_FIRST_MOE_LAYER,), (1,), wrapped=True)), 0)
+    head = object()
+    (top if release.wraps_bare_model else top.language_model).lm_head = head
+    inner = top.language_model if release.wraps_bare_model else top.language_model.model
+    check_loader(path, read(path), top, inner.embed_tokens, head)
 
 
 def _check_case(release: _Release, case: Case) -> None:
     run = _Run(case)
-    try:
-        tops = [release.build(run, rank) for rank in range(len(case.stages))]
-        hidden, taps = _pass_through(release, run, tops)
-    except ProofError:
-        raise
-    except Exception as error:
-        raise ProofError(f"the source raises {type(error).__name__}: {error}") from error
+    tops = [release.build(run, rank) for rank in range(len(case.stages))]
+    hidden, taps = _pass_through(release, run, tops)
     expected = [stream(tap) for tap in sorted(set(case.ids))]
     got = [tap.describe() for tap in taps]
     if got != expected:
@@ -152,11 +202,10 @@ def _pass_through(release: _Release, run: _Run, tops: list[Any]) -> tuple[Tensor
     positions = Tensor("positions")
     for rank, top in enumerate(tops):
         run.rank = rank
-        inner = release.names["_inner_decoder"](top)
         if run.size > 1:
             release.names["verify_supports_aux_hidden_states_over_pp"](top, "eagle3")
         if received is not None:
-            _check_slots(inner, received, rank)
+            _check_slots(release.names["_inner_decoder"](top), received, rank)
         output = top.forward(Tensor("token ids"), positions, received)
         if rank == run.size - 1:
             break
@@ -240,10 +289,11 @@ class _Release:
         self.run: _Run | None = None
         self.proof = proof
         self.names: dict[str, Any] = self._stand_ins()
+        self.wraps_bare_model = False
         wanted: dict[str, list[str]] = {}
         for source in proof["sources"]:
             wanted.setdefault(source["path"], []).extend(source["names"])
-        for role in ("model", "causal_lm", "wrapper"):
+        for role in ("interface", "model", "causal_lm", "wrapper"):
             if role in proof:
                 wanted.setdefault(proof[role]["path"], []).append(proof[role]["class"])
         for path, names in wanted.items():
@@ -284,6 +334,9 @@ class _Release:
                 raise ProofError(f"{path} has no {name}")
             # Overloads come first; the last definition is the one that runs.
             last = found[-1]
+            if name == self.proof.get("wrapper", {}).get("class"):
+                holds_model = parse_shape(f"self.language_model = {self.proof['model']['class']}(...)")
+                self.wraps_bare_model = any(matches(holds_model, node) for node in statements(last))
             body.append(self._bare_class(last, path) if isinstance(last, ast.ClassDef) else _bare_function(last))
         future = ast.ImportFrom(module="__future__", names=[ast.alias(name="annotations")], level=0)
         module = ast.fix_missing_locations(ast.Module(body=[future, *body], type_ignores=[]))
@@ -318,16 +371,34 @@ class _Release:
         inner = self.names[self.proof["model"]["class"]](vllm_config=_vllm_config(run), prefix="model")
         _check_embedding(inner, run)
         inner.norm.expected = stream(sum(run.case.stages))
-        top = self.names[self.proof["causal_lm"]["class"]].__new__(self.names[self.proof["causal_lm"]["class"]])
-        if self.proof["causal_lm"].get("shared"):
-            _check_shared_setter(top)
-        top.model = inner
+        top = inner if run.case.wrapped and self.wraps_bare_model else self._around("causal_lm", model=inner)
         if run.case.wrapped:
-            causal_lm = top
-            top = self.names[self.proof["wrapper"]["class"]].__new__(self.names[self.proof["wrapper"]["class"]])
-            top.language_model = causal_lm
+            top = self._around("wrapper", language_model=top)
+        self._check_interface(top, sum(run.case.stages))
         top.set_aux_hidden_state_layers(run.case.ids)
         return top
+
+    def _around(self, role: str, **held: Any) -> Any:  # noqa: ANN401
+        """Return an object of the class in ``role`` that holds what its ``__init__`` would build."""
+        kind = self.names[self.proof[role]["class"]]
+        outer = kind.__new__(kind)
+        if self.proof[role].get("shared"):
+            _check_shared_setter(outer)
+        outer.__dict__.update(held)
+        return outer
+
+    def _check_interface(self, top: Any, layers: int) -> None:  # noqa: ANN401
+        """The runner asks the top-level model for the interface, and for the taps when the drafter declares none."""
+        if "interface" not in self.proof:
+            return
+        interface = self.names[self.proof["interface"]["class"]]
+        name = type(top).__name__
+        if not isinstance(top, interface):
+            raise ProofError(f"{name} does not declare {interface.__name__}: the runner refuses it")
+        (hook,) = [one for one in _DEFAULT_TAP_HOOKS if one in vars(interface)]
+        taps = getattr(top, hook)()
+        if taps != (2, layers // 2, layers - 3):
+            raise ProofError(f"{name}.{hook} gives {taps} instead of {(2, layers // 2, layers - 3)}")
 
 
 def _check_embedding(inner: Any, run: _Run) -> None:  # noqa: ANN401

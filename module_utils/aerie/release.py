@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -50,22 +51,26 @@ class Releases:
             return ""
 
     def changes(self, inputs: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the files of a release, by name, that are not there yet."""
+        """Return the files of a release, by name, that are not there yet.
+
+        Raises ReleaseError if the release is current, since it is never modified then.
+        """
         identity = release_id(inputs, files)
         facts = {"id": identity, "inputs": inputs, "files": sorted(files)}
         record = json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         wanted = {**{name: text.encode() for name, text in files.items()}, "release.json": record.encode()}
         directory = self.path(identity)
-        return {name: data for name, data in wanted.items() if _read(directory / name) != data}
-
-    def stage(self, identity: str, changes: Mapping[str, bytes]) -> None:
-        """Write ``changes`` into the directory of a release. A current release is immutable."""
+        changes = {name: data for name, data in wanted.items() if _read(directory / name) != data}
         if changes and self.current() == identity:
             names = ", ".join(sorted(changes))
             raise ReleaseError(
                 f"release {identity} is active, but these of its files were edited or removed: {names}. Put them back, "
                 "or roll back to another release and remove this one's directory"
             )
+        return changes
+
+    def stage(self, identity: str, changes: Mapping[str, bytes]) -> None:
+        """Write ``changes`` into the directory of a release."""
         directory = self.path(identity)
         for name, data in changes.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,17 +112,15 @@ class Releases:
         return entries
 
     def append_to_ledger(self, entry: Mapping[str, Any]) -> None:
-        """Append one line to the ledger; a reader sees the whole line or none of it."""
+        """Append one line to the ledger. Lines of several writers do not mix."""
         line = canonical({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **entry}) + b"\n"
-        written = _read(self.root / "ledger.jsonl")
-        if written and not written.endswith(b"\n"):
-            line = b"\n" + line  # a crash tore the last line
-        descriptor = os.open(self.root / "ledger.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with (self.root / "ledger.jsonl").open("ab+", buffering=0) as stream:
+            # Without the lock, a line that another is writing looks like one that a crash tore.
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            end = stream.seek(0, os.SEEK_END)
+            torn = end > 0 and os.pread(stream.fileno(), 1, end - 1) != b"\n"
+            stream.write(b"\n" * torn + line)
+            os.fsync(stream.fileno())
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,8 @@ def running_service(unit: str) -> RunningService:
     pid = int(result.stdout.strip() or 0)
     try:
         process = Path(f"/proc/{pid}")
-        found = _IN_PROCESS.search((process / "cmdline").read_text() + (process / "maps").read_text())
-        variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+        found = _IN_PROCESS.search(_text(process / "cmdline") + _text(process / "maps"))
+        variables = _text(process / "environ").split("\0")
     except OSError:
         return RunningService(0, "", {})
     return RunningService(
@@ -149,10 +152,19 @@ def running_service(unit: str) -> RunningService:
     )
 
 
+def parse_settings(text: str) -> dict[str, str]:
+    """Parse an environment file of systemd as Aerie writes it: one NAME=value a line, nothing quoted."""
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+
+
 def read_settings(path: Path) -> dict[str, str]:
-    """Read an environment file of systemd as Aerie writes it: one NAME=value a line, nothing quoted."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    """Parse the environment file at ``path``; nothing is set if it is missing."""
+    return parse_settings(path.read_text() if path.exists() else "")
+
+
+def _text(path: Path) -> str:
+    """Return a file of /proc; what is not UTF-8 in it is of no interest."""
+    return path.read_bytes().decode(errors="replace")
 
 
 def _read(path: Path) -> bytes | None:

@@ -16,6 +16,8 @@ from typing import NamedTuple, Union
 MARKER = "# aerie "
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 Function = Union[ast.FunctionDef, ast.AsyncFunctionDef]
+# What has a place in the text.
+Node = Union[ast.stmt, ast.expr, ast.alias, ast.keyword]
 
 
 class Refusal(Exception):
@@ -48,15 +50,19 @@ class Source:
         if self.text.encode(self.encoding) != data:
             raise Refusal(f"{path} does not survive decoding and encoding as {self.encoding}")
         ends = list(_NEWLINE.finditer(self.text))
-        self.newline = ends[0].group() if ends else "\n"
         self._starts = [0, *(end.end() for end in ends)]
         self._ends = [*(end.start() for end in ends), len(self.text)]
 
-    def start(self, node: ast.stmt | ast.expr | ast.alias) -> int:
+    def start(self, node: Node) -> int:
         """Return the offset in the text of the first character of ``node`` (decorators not counted)."""
         return self._offset(node.lineno, node.col_offset)
 
-    def end(self, node: ast.stmt | ast.expr | ast.alias) -> int:
+    def start_with_decorators(self, node: ast.stmt) -> int:
+        """Return the offset of the first character of ``node``'s first line, which may be a decorator's."""
+        first = min([node, *getattr(node, "decorator_list", [])], key=lambda one: one.lineno)
+        return self.start(first) if first is node else self.text.rindex("@", 0, self.start(first))
+
+    def end(self, node: Node) -> int:
         """Return the offset in the text just after the last character of ``node``."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self._offset(node.end_lineno, node.end_col_offset)
@@ -72,6 +78,12 @@ class Source:
     def line_end(self, offset: int) -> int:
         """Return where the line that holds ``offset`` ends, before its line end."""
         return min(end for end in self._ends if end >= offset)
+
+    def newline(self, offset: int) -> str:
+        """Return the line end of the line that holds ``offset``; for a last line without one, that of the first."""
+        end = self.line_end(offset)
+        found = _NEWLINE.match(self.text, end) or _NEWLINE.search(self.text)
+        return found.group() if found else "\n"
 
     def indent(self, offset: int) -> str | None:
         """Return what stands before ``offset`` on its line, or None when that is more than white space."""

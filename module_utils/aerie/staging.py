@@ -47,11 +47,19 @@ def open_incoming(directory: Path, missing: Sequence[ExpectedFile], login: str) 
     """Make the directory where ``login`` may put ``missing``; return those that an interrupted run did not bring."""
     incoming = directory / INCOMING
     incoming.mkdir(parents=True, exist_ok=True)
-    free = os.statvfs(incoming).f_bavail * os.statvfs(incoming).f_frsize
     wanted = [file for file in missing if not _arrived(incoming, file)]
+    arrived = {file.name for file in missing} - {file.name for file in wanted}
+    # Halves of files take the room that the whole ones need.
+    for path in incoming.iterdir():
+        if path.name not in arrived:
+            path.unlink()
+    file_system = os.statvfs(incoming)
+    free = file_system.f_bavail * file_system.f_frsize
     needed = sum(file.size for file in wanted)
     if needed > free:
-        raise StagingError(f"{directory} needs {needed >> 20} MB and its file system has {free >> 20} MB free")
+        raise StagingError(
+            f"{directory} needs {needed >> 20} MB and its file system has {free >> 20} MB free: make room there"
+        )
     incoming.chmod(0o700)
     # Without a configured login, SSH has chosen it, and sudo knows it.
     login = login or os.environ.get("SUDO_USER", "")
@@ -70,7 +78,10 @@ def accept_incoming(directory: Path, missing: Sequence[ExpectedFile]) -> None:
         path = incoming / file.name
         if not _arrived(incoming, file):
             path.unlink(missing_ok=True)
-            raise StagingError(f"{file.name} arrived in {directory} with other bytes than were sent; run again")
+            raise StagingError(
+                f"{file.name} arrived in {directory} with other bytes than SHA-256 {file.sha256}: run again; if that "
+                "does not help, the file on the control node is not the one that this digest names"
+            )
         if os.geteuid() == 0:
             os.chown(path, 0, 0)
         path.chmod(0o644)
@@ -83,4 +94,6 @@ def accept_incoming(directory: Path, missing: Sequence[ExpectedFile]) -> None:
 
 def _arrived(incoming: Path, file: ExpectedFile) -> bool:
     path = incoming / file.name
-    return path.is_file() and path.stat().st_size == file.size and sha256_file(path) == file.sha256
+    if path.is_symlink() or not path.is_file():
+        return False
+    return path.stat().st_size == file.size and sha256_file(path) == file.sha256

@@ -95,11 +95,13 @@ def _pip_download(
         command += [*index, "--dest", str(directory), "--requirement", wanted.name]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout
-        errors = []
+        errors, last = [], ""
         for line in process.stdout:
+            last = line.strip() or last
             if line.startswith("ERROR:"):
                 # pip lists every version that there is, which is no help.
                 errors.append(re.sub(r" \(from versions: [^)]*\)", "", line[len("ERROR:") :].strip()))
             else:
                 progress(line.strip())
-        return "; ".join(errors) if process.wait() else ""
+        # A pip that does not even start, or was killed, has no such lines.
+        return ("; ".join(errors) or last or "pip was killed") if process.wait() else ""

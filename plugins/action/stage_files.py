@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
@@ -23,7 +24,10 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         variables = task_vars or {}
         login = self._connection.get_option("remote_user") if self._connection.transport == "ssh" else ""
-        files = [{"size": Path(file["path"]).stat().st_size, **file} for file in self._task.args.get("files", [])]
+        try:
+            files = [{"size": Path(file["path"]).stat().st_size, **file} for file in self._task.args.get("files", [])]
+        except OSError as error:
+            raise AnsibleActionFail(f"{error.filename}: there is no such file on the control node to send") from error
         options = {**self._task.args, "files": files, "login": login or ""}
         result: dict[str, Any] = self._execute_module(
             module_args={**options, "step": "query"}, task_vars=variables, tmp=tmp

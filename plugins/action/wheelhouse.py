@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import ansible.constants as C
 import ansible.module_utils
@@ -46,7 +47,7 @@ class _Progress:
     def __call__(self, line: str) -> None:
         if line.startswith("Downloading"):
             self._started += 1
-            self._name = line.split()[1].rpartition("/")[2]
+            self._name = unquote(line.split()[1].rpartition("/")[2])
             self._show(f"downloading {self._name} ({self._started} of {self._count})")
         elif (match := _PROGRESS.match(line)) and time.monotonic() - self._shown > _SHOW_SECONDS:
             done, size = (int(group) >> 20 for group in match.groups())
@@ -67,11 +68,11 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
         _, options = self.validate_argument_spec(argument_spec=ARGUMENT_SPEC)
+        if not Path(options["lock"]).is_file():
+            raise AnsibleActionFail(f"{options['lock']}: no such lock; the locks are in requirements/")
         try:
             return {**result, **_ensure(options)}
-        except FileNotFoundError as error:
-            raise AnsibleActionFail(f"{error.filename}: no such lock; the locks are in requirements/") from error
-        except (LockError, wheelhouse.WheelhouseError) as error:
+        except (OSError, LockError, wheelhouse.WheelhouseError) as error:
             raise AnsibleActionFail(str(error)) from error
 
 

@@ -231,7 +231,7 @@ def test_a_last_statement_without_a_newline_can_be_replaced() -> None:
                 "statement": "self.embed = ...",
                 "code": "pass",
             },
-            "looked for the statement `self.embed = ...`, found 2, need exactly 1",
+            "looked for the statement `self.embed = ...`, found 2 (lines 23, 25), need exactly 1",
         ),
         ({"op": "add_base", "class": "Model", "base": "nn.Module"}, "has the base nn.Module already"),
         ({"op": "add_class_attribute", "class": "Model", "code": "flag = 1"}, "has the attribute flag already"),

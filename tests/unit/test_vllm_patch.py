@@ -148,7 +148,7 @@ def test_a_hand_edit_fails_without_a_traceback(run: Run, tmp_path: Path, planned
     before = contents(package_dir)
     result = run("vllm_patch", package_dir=str(package_dir), plan=planned["plan"], store=str(tmp_path / "store"))
     assert result["failed"]
-    assert result["msg"].startswith(f"{package_dir / toy_vllm.MODEL} was changed by someone else")
+    assert result["msg"].startswith(f"{package_dir / toy_vllm.MODEL} was edited by someone else")
     assert "\n+mine = 1" in result["msg"]
     assert contents(package_dir) == before
 

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input is refused with the thing and the remedy, and the hosts stay as they are. Run by verify.yml on its hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import ansible_runner
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+INVENTORY = Path(__file__).parent / "inventory"
+STATE = Path(os.environ.get("AERIE_STATE", "/var/tmp/aerie"))
+# All that a deploy writes, and the process that serves.
+SNAPSHOT = (
+    "sudo find /opt/aerie /etc/aerie /etc/systemd/system -maxdepth 4 -printf '%p %i %s %T@\\n' | sort;"
+    "systemctl show vllm.service --property=MainPID,InvocationID"
+)
+
+
+def on_host(command: str) -> str:
+    address = yaml.safe_load((INVENTORY / "hosts.yml").read_text())["inference"]["hosts"]["rot"]["ansible_host"]
+    known = f"UserKnownHostsFile={STATE}/known_hosts"
+    ssh = ["ssh", "-i", str(STATE / "key"), "-o", known, f"ansible@{address}", command]
+    return subprocess.run(ssh, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def deploy(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Return a function that deploys with extra variables and returns the failure's message; nothing may change."""
+    before = on_host(SNAPSHOT)
+
+    def run(inventories: tuple[Path, ...] = (), **variables: Any) -> str:
+        result = ansible_runner.run(
+            private_data_dir=str(tmp_path),
+            project_dir=str(ROOT),
+            playbook="deploy.yml",
+            inventory=[str(INVENTORY), *map(str, inventories)],
+            extravars=variables,
+            envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
+            quiet=True,
+        )
+        failures = [event["event_data"] for event in result.events if event["event"] == "runner_on_failed"]
+        assert result.status == "failed"
+        assert failures, "the run failed without a failed task"
+        return "\n".join(str(failure["res"].get("msg", "")) for failure in failures)
+
+    yield run
+    assert on_host(SNAPSHOT) == before
+
+
+def test_misspelt_variable(deploy: Callable[..., str]) -> None:
+    assert "'vllm_service_prot'" in (message := deploy(vllm_service_prot=9000))
+    assert "did you mean 'vllm_service_port'?" in message
+
+
+def test_two_hosts_with_one_address(deploy: Callable[..., str], tmp_path: Path) -> None:
+    twin = tmp_path / "twin.yml"
+    twin.write_text(yaml.safe_dump({"inference": {"hosts": {"twin": {"ansible_host": "10.77.1.11"}}}}))
+    message = deploy(inventories=(twin,))
+    assert "have the same address 10.77.1.11" in message
+
+
+def test_no_python(deploy: Callable[..., str]) -> None:
+    message = deploy(ml_env_python="/usr/bin/python3.9")
+    assert "there is no Python at /usr/bin/python3.9: install Python 3.11, or set ml_env_python" in message
+
+
+def test_python_of_another_release(deploy: Callable[..., str]) -> None:
+    message = deploy(ml_env_lock="vllm-0.33.0-cu130-py312", ml_env_python="/usr/bin/python3.11")
+    assert "/usr/bin/python3.11 is Python 3.11, but the lock is for 3.12" in message
+    # All problems at once.
+    assert "nvidia-smi does not answer" in message
+
+
+def test_disk_too_small(deploy: Callable[..., str]) -> None:
+    message = deploy(preflight_disk_mb=900_000_000)
+    assert "/opt/aerie needs 900000000 MB for a release" in message
+    assert "set aerie_root to a larger file system" in message
+
+
+def test_port_in_use(deploy: Callable[..., str]) -> None:
+    message = deploy(vllm_service_port=22)
+    assert "port 22 is in use by sshd" in message
+    assert "set vllm_service_port" in message
+
+
+def test_no_target(deploy: Callable[..., str]) -> None:
+    assert "/srv/models/nothing" in deploy(target_model_path="/srv/models/nothing")
+
+
+def test_target_that_the_service_may_not_read(deploy: Callable[..., str]) -> None:
+    on_host("sudo cp -r /srv/models/rot/target /srv/private && sudo chmod 0700 /srv/private")
+    message = deploy(target_model_path="/srv/private")
+    assert "/srv/private" in message
+    assert "vllm" in message
+
+
+def test_drafter_that_does_not_fit(deploy: Callable[..., str], tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(STATE / "models/rot/drafter", drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps({**config, "hidden_size": 96}))
+    message = deploy(drafter_path=str(drafter))
+    assert "96" in message
+    assert "128" in message
+    assert str(drafter / "config.json") in message
+    assert "/srv/models/rot/target/config.json" in message
+
+
+def test_vllm_that_cannot_serve_eagle3_for_the_model(deploy: Callable[..., str], tmp_path: Path) -> None:
+    name = "vllm-0.9.0-py3-none-any.whl"
+    files = {"vllm/__init__.py": b"", "vllm/model_executor/models/deepseek_v2.py": b"class DeepseekV2Model: ...\n"}
+    record = "".join(f"{path},sha256=,\n" for path in files)
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        for path, data in files.items():
+            wheel.writestr(path, data)
+        wheel.writestr("vllm-0.9.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.0\n")
+        wheel.writestr("vllm-0.9.0.dist-info/RECORD", record)
+    digest = sha256((tmp_path / name).read_bytes()).hexdigest()
+    lock = tmp_path / "old.txt"
+    lock.write_text(
+        f"# python: 3.11; platform: manylinux_2_31_x86_64; vllm: 0.9.0\nvllm==0.9.0 --hash=sha256:{digest}\n"
+    )
+    shutil.copy(next((STATE / "cache/wheels").glob("uv-*.whl")), tmp_path)
+    message = deploy(ml_env_lock=str(lock), ml_env_wheel_cache=str(tmp_path))
+    assert "0.9.0" in message
+    assert "eagle3" in message.lower()
