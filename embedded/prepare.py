@@ -68,9 +68,10 @@ def api_key() -> None:
 
 def main() -> None:
     cluster("image")
+    # First: Ansible reads the vault's password at every start.
+    api_key()
     environment_layer()
     run(sys.executable, ROOT / "embedded/models.py", STATE / "models")
-    api_key()
 
 
 if __name__ == "__main__":

@@ -74,8 +74,7 @@ vllm_version:
   sample: 0.33.0
 sets:
   description: For every patch set of the plan its C(state) after the run (native, not needed, applied, applies), the
-    C(reason), and
-    for each file its sha256 C(before) and C(after) this run.
+    C(reason), and for each file its sha256 C(before) and C(after) this run.
   type: dict
   returned: always
 interrupted:
@@ -83,7 +82,8 @@ interrupted:
   type: bool
   returned: when the package is installed
 notes:
-  description: What became of an earlier patch, where the files are not what its record says. Shown as warnings too.
+  description: What became of an earlier patch, where the files are not what its record says, and warnings of the
+    planning with O(patch_sets). Shown as warnings too.
   type: list
   elements: str
   returned: when the package is installed
@@ -139,8 +139,9 @@ def _run(module: AnsibleModule) -> dict[str, Any]:
         return _predicted(plan if present else None, package_dir)
     package = package_of_directory(package_dir)
     patcher = Patcher(package_dir, Path(parameters["store"]))
+    warnings: list[str] = []
     if parameters["patch_sets"]:
-        plan = _planned_here(patcher, package, parameters["patch_sets"], parameters["layer_counts"])
+        plan, warnings = _planned_here(patcher, package, parameters["patch_sets"], parameters["layer_counts"])
     work = patcher.present(package, plan) if present else patcher.absent(package, plan)
     if not module.check_mode:
         patcher.write(work, package)
@@ -150,17 +151,20 @@ def _run(module: AnsibleModule) -> dict[str, Any]:
         "vllm_version": package.version,
         "sets": _sets(plan, work.moves, APPLIED if patched_now else APPLIES),
         "interrupted": work.interrupted,
-        "notes": list(work.notes),
+        "notes": [*warnings, *work.notes],
         "diff": _diff(work.moves, package_dir),
     }
 
 
-def _planned_here(patcher: Patcher, package: Package, patch_sets: list[Any], layer_counts: list[int]) -> Plan:
-    """Plan from the installed files, as they were before any patch of ours."""
+def _planned_here(
+    patcher: Patcher, package: Package, patch_sets: list[Any], layer_counts: list[int]
+) -> tuple[Plan, list[str]]:
+    """Plan from the installed files, as they were before any patch of ours; return the plan and its warnings."""
     pristine = Package(
         package.distribution, package.version, package.recorded, lambda path: patcher.pristine(package, path)
     )
-    return plan_sets(pristine, patch_sets, layer_counts).plan
+    selection = plan_sets(pristine, patch_sets, layer_counts)
+    return selection.plan, selection.warnings
 
 
 def _predicted(plan: Plan | None, package_dir: Path) -> dict[str, Any]:

@@ -7,8 +7,8 @@ A patch set is a mapping (rendered from ``templates/patches/<name>/set.yml.j2``)
 ``versions``      the releases that it is written and tested for, such as ``>=0.30,<0.34``
 ``native``        facts (see ``code_facts``); where all hold, upstream has made the change and the set is not needed
 ``requires``      facts that say which code the set is for; elsewhere it is not needed
-``files``         list of ``path`` (in the package) and ``edits`` (see ``edits``); a file or an edit with ``when`` (facts,
-                  about this file unless they say another) is left out where they do not hold
+``files``         list of ``path`` (in the package) and ``edits`` (see ``edits``); a file or an edit with ``when``
+                  (facts, about this file unless they name another) is left out where they do not hold
 ``proof``         what the symbolic check runs (see ``prove``); a role with ``optional`` is left out where its file is
                   not there, and ``sequence_parallel`` is a fact
 ``capabilities``  name -> ``reason`` why it is missing, and either ``supported: false`` or ``when`` (facts)

@@ -11,7 +11,8 @@ What is run is named by a mapping (a patch set's ``proof``); ``path`` is a file 
 ``model``, ``causal_lm``   ``path`` and ``class``; ``causal_lm`` with ``shared`` also serves other inner models
 ``wrapper``                the same, of the multimodal model; its source says if it holds a causal LM or the bare model
 ``interface``              the class that the runner asks the top-level model for
-``sources``                ``path`` and ``names`` of more classes and functions that the above use
+``sources``                ``path`` and ``names`` of more classes and functions that the above use; with ``optional``
+                           those that the release has
 ``pipeline_sizes``         the numbers of stages to run
 ``allow_list``, ``loader``   gates before the model, see ``gates``
 """
@@ -290,14 +291,15 @@ class _Release:
         self.proof = proof
         self.names: dict[str, Any] = self._stand_ins()
         self.wraps_bare_model = False
-        wanted: dict[str, list[str]] = {}
+        wanted: dict[str, dict[str, bool]] = {}
         for source in proof["sources"]:
-            wanted.setdefault(source["path"], []).extend(source["names"])
+            names = dict.fromkeys(source["names"], bool(source.get("optional")))
+            wanted.setdefault(source["path"], {}).update(names)
         for role in ("interface", "model", "causal_lm", "wrapper"):
             if role in proof:
-                wanted.setdefault(proof[role]["path"], []).append(proof[role]["class"])
-        for path, names in wanted.items():
-            self._execute(path, read(path), names)
+                wanted.setdefault(proof[role]["path"], {})[proof[role]["class"]] = False
+        for path, optional in wanted.items():
+            self._execute(path, read(path), optional)
 
     def _stand_ins(self) -> dict[str, Any]:
         def group() -> _Run | None:
@@ -323,13 +325,16 @@ class _Release:
             "RMSNorm": lambda *_args, **_options: Norm(),
         }
 
-    def _execute(self, path: str, data: bytes, names: Sequence[str]) -> None:
+    def _execute(self, path: str, data: bytes, names: Mapping[str, bool]) -> None:
+        """Define ``names`` as the source at ``path`` does; those that map to True may be missing."""
         tree = ast.parse(data)
         body: list[ast.stmt] = []
         for name in names:
             found = [
                 node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name
             ]
+            if not found and names[name]:
+                continue
             if not found:
                 raise ProofError(f"{path} has no {name}")
             # Overloads come first; the last definition is the one that runs.

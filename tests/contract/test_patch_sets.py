@@ -180,6 +180,7 @@ def test_the_stock_release_fails_where_it_needs_the_patch(release: Release, plan
 
 
 ONE_STAGE = Case((LAYERS,), (2, 30, 58), wrapped=True)
+DIRECT = Case((LAYERS,), (2, 30, 58))
 TWO_STAGES = Case((31, 30), (2, 31, 58), wrapped=True)
 ENDS = Case((LAYERS,), (0, 30, LAYERS), wrapped=True)
 GATE = "gate"
@@ -202,7 +203,7 @@ class Broken(NamedTuple):
 
 BROKEN = [
     *(
-        Broken(version, *rest)
+        Broken(version, *rest, *([DIRECT] if len(rest) == 4 else []))
         for version in ("0.11.0", "0.15.1", "0.17.1")
         for rest in (
             (
@@ -252,7 +253,7 @@ BROKEN = [
                 "        self.model.aux_hidden_state_layers = layers  # aerie",
                 "        pass  # aerie",
                 "lost tap stream 2, stream 30, stream 58",
-                Case((LAYERS,), (2, 30, 58)),
+                DIRECT,
             ),
             (
                 "last tap lost",
@@ -279,7 +280,7 @@ BROKEN = [
                 "embedding with a residual",
                 "hidden_states.clone() if residual is None else hidden_states + residual",
                 "hidden_states + residual",
-                "hidden 0 is added to NoneType",
+                "stream 0 is added to NoneType",
                 Case((LAYERS,), ENDS.ids),
             ),
             (
@@ -287,27 +288,27 @@ BROKEN = [
                 "    def get_eagle3_aux_hidden_state_layers(self)",
                 "    def get_other_layers(self)",
                 "DeepseekV2ForCausalLM.get_eagle3_aux_hidden_state_layers gives None",
-                Case((LAYERS,), (2,)),
+                DIRECT,
             ),
             (
                 "default taps off by one",
                 "num_layers - 3)  # aerie",
                 "num_layers - 2)  # aerie",
                 "gives (2, 30, 59) instead of (2, 30, 58)",
-                Case((LAYERS,), (2,)),
+                DIRECT,
             ),
             (
                 "no interface",
                 ", SupportsEagle3):  # aerie" if version == "0.11.0" else ", SupportsEagle3  # aerie",
                 "):  # aerie" if version == "0.11.0" else "  # aerie",
                 "DeepseekV2ForCausalLM does not declare SupportsEagle3",
-                Case((LAYERS,), (2,)),
+                DIRECT,
             ),
             (
                 "not allowed",
-                '"deepseek_v3",' if version == "0.17.1" else '"deepseek_v3", ',
-                "",
-                "refuses the model type deepseek_v3",
+                '"kimi_k2",  # aerie' if version == "0.17.1" else ', "kimi_k2"]',
+                "# aerie" if version == "0.17.1" else "]",
+                "refuses the model type kimi_k2",
                 GATE,
                 ALLOW_LIST,
             ),
@@ -383,12 +384,12 @@ BROKEN = [
         for rest in (
             (
                 "embedding not cloned",
-                "hidden_states.clone()",
-                "hidden_states",
+                "hidden_states.clone()" if version == "0.29.0" else "hidden_states.clone() if residual is None",
+                "hidden_states" if version == "0.29.0" else "hidden_states if residual is None",
                 "wrong tap hidden 0 overwritten by layer 0",
                 ENDS,
             ),
-            ("embedding dropped", "hidden_states.clone()", "residual", "a tap is None instead of a tensor", ENDS)
+            ("embedding dropped", "hidden_states.clone() if", "residual if", "a tap is None instead of a tensor", ENDS)
             if version == "0.24.0"
             else (
                 "embedding dropped",
@@ -460,8 +461,8 @@ BROKEN = [
             ),
             (
                 "the wrapper without the interface",
-                "    SupportsEagle3,\n):",
-                "):",
+                "    SupportsQuant,\n    SupportsEagle,\n    SupportsEagle3,\n",
+                "    SupportsQuant,\n    SupportsEagle,\n",
                 "KimiK25ForConditionalGeneration does not declare SupportsEagle3",
                 ENDS,
                 WRAPPER,
