@@ -19,7 +19,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 demo: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
 demo-call: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
 
-.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario lock
+.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario support lock
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -66,6 +66,9 @@ scenarios: setup ## Run the Molecule scenarios
 
 test-scenario: setup ## Run one Molecule scenario: make test-scenario SCENARIO=default
 	@tests/run.sh scenario $(SCENARIO)
+
+support: setup ## Say what Aerie does with a release: make support VLLM=0.33.0 [OUT=dir]
+	@$(PYTHON) tools/support.py $(or $(VLLM),$(error say which: make support VLLM=x.y.z)) $(if $(OUT),--out $(OUT))
 
 lock: setup ## Resolve the control environment's requirements again
 	@embedded/setup.sh lock

@@ -10,12 +10,17 @@ module: drafter_check
 short_description: Check that an EAGLE-3 drafter fits its target and the vLLM release that will serve it
 description:
   - Reads both configurations and the headers of the drafter's weights, not the weights (but the small vocabulary maps
-    C(d2t) and C(t2d)), and compares architecture, widths, vocabularies, tap ids and context length.
+    C(d2t) and C(t2d)), and compares architecture, widths, vocabularies, tap ids, positions, norms and quantisation.
+  - Finds out what the tap ids mean (O(tap_dialect)), and writes a C(config.json) with vLLM's ids into O(derived) if the
+    drafter's own would be misread.
   - Fails when a finding is an error. Warnings are shown and do not fail.
-  - Names the drafter's content by the SHA-256 of the files that a host needs. Changes nothing but O(digest_cache).
+  - Names the drafter's content by the SHA-256 of the files that a host needs. Changes nothing but O(digest_cache) and
+    O(derived), which belong to this module.
 options:
   path:
-    description: The directory of the drafter on this host, usually the control node.
+    description:
+      - The directory of the drafter on this host, usually the control node.
+      - Or its one file of weights, with C(config.json) beside it.
     type: path
     required: true
   target:
@@ -34,13 +39,44 @@ options:
     type: str
     choices: [auto, v1, v2]
     default: auto
+  tap_dialect:
+    description:
+      - What the drafter's tap ids mean. V(vllm) (and speculators) - the stream entering that layer. V(sglang),
+        V(specforge) and V(torchspec) - the output of that layer.
+      - With V(auto) evidence decides - who made the drafter, and the tools' default ids. Where it is even, the module
+        fails rather than guess.
+    type: str
+    choices: [auto, vllm, sglang, specforge, torchspec]
+    default: auto
+  derived:
+    description:
+      - A directory for derived configurations, each in a directory named by its SHA-256.
+      - Without it tap ids that vLLM would misread are an error.
+    type: path
+  pipeline_parallel_size:
+    description: How many pipeline stages the service has.
+    type: int
+    default: 1
+  attention_backend:
+    description: The service's option C(attention-backend), if it is set.
+    type: str
+  kv_cache_dtype:
+    description: The service's option C(kv-cache-dtype), if it is set.
+    type: str
+  draft_attention_backend:
+    description: The C(attention_backend) of the service's speculative-config, if it is set.
+    type: str
+  draft_kv_cache_dtype:
+    description: The C(kv_cache_dtype) of the service's speculative-config, if it is set.
+    type: str
   max_model_len:
     description: The context length that the service is started with. By default the target's own.
     type: int
   taps_proved:
     description:
-      - Whether the release carries a patch set whose proof covers every tap id from 0 to the number of layers.
-      - Ids that the release as it is would lose are then no error.
+      - Whether the release carries a patch set whose proof covers every tap id from 0 to the number of layers, and
+        several pipeline stages where the release can carry taps over them.
+      - What the release as it is would lose is then no error.
     type: bool
     default: false
   digest_cache:
@@ -89,9 +125,23 @@ drafter:
       elements: int
       sample: [2, 30, 58]
     tap_ids_declared:
-      description: The tap ids as its config.json declares them, or none.
+      description: The tap ids as its own config.json declares them, or none.
       type: list
       elements: int
+    dialect:
+      description: The dialect that they were read in; none for a drafter that declares no ids.
+      type: str
+      sample: vllm
+    readings:
+      description: The declared ids in both readings, each with dialects, vLLM's tap_ids, evidence, and whether chosen.
+      type: list
+      elements: dict
+    derived:
+      description: Whether a config.json was derived. RV(drafter.files) then has it instead of the drafter's own.
+      type: bool
+    source_sha256:
+      description: The digest of the drafter's own files, which is RV(drafter.sha256) unless a config.json was derived.
+      type: str
     model_runner:
       description: The model runner that was assumed.
       type: str
@@ -153,28 +203,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ansible.module_utils.aerie.checkpoint import CheckpointError, cannot_read, summarise
+from ansible.module_utils.aerie.dialects import CHOICES
 from ansible.module_utils.aerie.digest_cache import cached_sha256
-from ansible.module_utils.aerie.drafter import (
-    ERROR,
-    WARNING,
-    Finding,
-    Service,
-    Target,
-    check,
-    content_digest,
-    read_drafter,
-    travelling_files,
-    unreadable,
-)
+from ansible.module_utils.aerie.doctor import describe, examine, unreadable
+from ansible.module_utils.aerie.drafter import Drafter, content_digest, travelling_files
+from ansible.module_utils.aerie.drafter_fit import Service, Target
+from ansible.module_utils.aerie.findings import ERROR, WARNING, Finding
 from ansible.module_utils.basic import AnsibleModule
 
+SERVICE_OPTIONS = {
+    "model_runner": {"type": "str", "choices": ["auto", "v1", "v2"], "default": "auto"},
+    "max_model_len": {"type": "int"},
+    "taps_proved": {"type": "bool", "default": False},
+    "tap_dialect": {"type": "str", "choices": list(CHOICES), "default": "auto"},
+    "pipeline_parallel_size": {"type": "int", "default": 1},
+    "attention_backend": {"type": "str"},
+    "kv_cache_dtype": {"type": "str"},
+    "draft_attention_backend": {"type": "str"},
+    "draft_kv_cache_dtype": {"type": "str"},
+}
 ARGUMENT_SPEC = {
     "path": {"type": "path", "required": True},
     "target": {"type": "dict", "required": True},
     "vllm_version": {"type": "str", "required": True},
-    "model_runner": {"type": "str", "choices": ["auto", "v1", "v2"], "default": "auto"},
-    "max_model_len": {"type": "int"},
-    "taps_proved": {"type": "bool", "default": False},
+    **SERVICE_OPTIONS,
+    "derived": {"type": "path"},
     "digest_cache": {"type": "path"},
 }
 
@@ -182,48 +235,35 @@ ARGUMENT_SPEC = {
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
     options = module.params
-    root = Path(options["path"])
-    cache = Path(options["digest_cache"]) if options["digest_cache"] else None
+    path = Path(options["path"])
+    derived, cache = (Path(options[name]) if options[name] else None for name in ("derived", "digest_cache"))
     try:
         target = Target.from_facts(options["target"])
-        service = Service(
-            options["vllm_version"], options["model_runner"], options["max_model_len"], options["taps_proved"]
-        )
+        service = Service(options["vllm_version"], **{name: options[name] for name in SERVICE_OPTIONS})
     except ValueError as error:
         module.fail_json(msg=f"The drafter cannot be checked: {error}", findings=[])
+    examination = examine(path, target, service, derived)
+    fail_on_errors(module, examination.findings)
+    drafter = examination.drafter
+    assert drafter is not None
     try:
-        drafter = read_drafter(root)
-        findings = check(drafter, target, service)
-        fail_on_errors(module, findings)
-        paths = travelling_files(drafter)
-        files = manifest(paths, cached_sha256(paths, cache))
-    except CheckpointError as error:
-        fail_on_errors(module, unreadable(error))
+        files = manifest(drafter, cache)
+        source = content_digest(manifest(examination.source or drafter, cache))
     except OSError as error:
-        fail_on_errors(module, unreadable(CheckpointError([cannot_read(Path(error.filename or root), error)])))
-    for finding in findings:
+        fail_on_errors(module, unreadable(CheckpointError([cannot_read(Path(error.filename or path), error)])))
+    for finding in examination.findings:
         if finding.severity == WARNING:
             module.warn(f"{finding.message}; {finding.remedy}")
     module.exit_json(
         changed=False,
         drafter={
-            "path": str(root),
-            "architecture": drafter.architecture,
-            "mla": drafter.is_mla,
-            "tap_ids": sorted(drafter.tap_ids.used_by(service.runner, target.num_hidden_layers)),
-            "tap_ids_declared": drafter.tap_ids.declared,
-            "model_runner": service.runner,
-            "hidden_size": drafter.hidden_size,
-            "vocab_size": drafter.vocab_size,
-            "draft_vocab_size": drafter.draft_vocab_size,
-            "own_embedding": drafter.has_own_embedding,
-            "own_lm_head": drafter.has_own_lm_head,
-            "max_position_embeddings": drafter.max_position_embeddings,
+            **describe(examination, target, service),
             "sha256": content_digest(files),
-            "bytes": sum(path.stat().st_size for path in paths),
+            "source_sha256": source,
+            "bytes": sum(Path(str(file["path"])).stat().st_size for file in files),
             "files": files,
         },
-        findings=[finding.as_dict() for finding in findings],
+        findings=[finding.as_dict() for finding in examination.findings],
     )
 
 
@@ -238,8 +278,10 @@ def fail_on_errors(module: AnsibleModule, findings: Sequence[Finding]) -> None:
         )
 
 
-def manifest(paths: Sequence[Path], digests: Mapping[Path, str]) -> list[dict[str, object]]:
-    """Return name, path, size and sha256 of each of ``paths``."""
+def manifest(drafter: Drafter, cache: Path | None) -> list[dict[str, object]]:
+    """Return name, path, size and sha256 of each file that a host needs."""
+    paths = travelling_files(drafter)
+    digests: Mapping[Path, str] = cached_sha256(paths, cache)
     return [
         {"name": path.name, "path": str(path), "size": path.stat().st_size, "sha256": digests[path]} for path in paths
     ]

@@ -38,6 +38,12 @@ options:
       size:
         description: Its size in bytes. Without it, that of the file on the control node.
         type: int
+  reuse:
+    description:
+      - A directory on the host. What any directory in it has already, by name and digest, is not sent but linked from
+        there.
+      - It must be on the file system of O(dest).
+    type: path
   step:
     description: Which half the action asks for. Not for playbooks.
     type: str
@@ -83,6 +89,7 @@ from ansible.module_utils.aerie.staging import (
     ExpectedFile,
     StagingError,
     accept_incoming,
+    link_from,
     missing_files,
     open_incoming,
 )
@@ -101,6 +108,7 @@ ARGUMENT_SPEC = {
             "size": {"type": "int"},
         },
     },
+    "reuse": {"type": "path"},
     "step": {"type": "str", "choices": ["query", "accept"], "default": "query"},
     "login": {"type": "str", "default": ""},
 }
@@ -117,7 +125,9 @@ def main() -> None:
         unsent = missing
         if missing and not module.check_mode:
             if module.params["step"] == "query":
-                unsent = open_incoming(directory, missing, module.params["login"])
+                reuse = module.params["reuse"]
+                unsent = link_from(Path(reuse), directory, missing) if reuse else missing
+                unsent = open_incoming(directory, unsent, module.params["login"])
             else:
                 accept_incoming(directory, missing)
     except (StagingError, OSError, KeyError) as error:

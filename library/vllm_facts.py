@@ -23,7 +23,7 @@ attributes:
     support: none
 options:
   environment:
-    description: The Python environment that vLLM is installed in, such as C(/root/ml-env). Or give O(package_dir).
+    description: The Python environment that vLLM is installed in, such as C(/srv/ml-env). Or give O(package_dir).
     type: path
   package_dir:
     description: The installed C(vllm) package.
@@ -37,7 +37,7 @@ options:
 EXAMPLES = r"""
 - name: See what is installed in an environment made by hand
   vllm_facts:
-    environment: /root/ml-env
+    environment: /srv/ml-env
   register: __vllm
 """
 
@@ -46,7 +46,7 @@ package_dir:
   description: The installed package; empty if there is none.
   type: str
   returned: always
-  sample: /root/ml-env/lib/python3.12/site-packages/vllm
+  sample: /srv/ml-env/lib/python3.12/site-packages/vllm
 vllm_version:
   description: The release; empty if nothing states it.
   type: str

@@ -11,7 +11,8 @@ description:
   - Decides from the code in a vLLM wheel what each patch set does to that release, plans the changed files, and proves
     by symbolic execution that the right hidden states reach the drafter.
   - Changes nothing. The returned plan is what M(vllm_patch) writes on the hosts that install this wheel.
-  - Fails when a patch set is refused or its proof fails.
+  - Fails when a patch set is refused or its proof fails, when none of them is for this release's code, or when the
+    release has no model for one of O(architectures).
 author: Aerie
 attributes:
   check_mode:
@@ -26,7 +27,7 @@ options:
     type: path
     required: true
   patch_sets:
-    description: Rendered patch sets, see C(docs/patch-sets.md).
+    description: Rendered patch sets, see C(docs/patch-sets.md). With none of them the plan is empty.
     type: list
     elements: dict
     required: true
@@ -35,6 +36,11 @@ options:
     type: list
     elements: int
     default: [61]
+  architectures:
+    description: Architectures that the release must have a model for, such as C(KimiK25ForConditionalGeneration).
+    type: list
+    elements: str
+    default: []
 """
 
 EXAMPLES = r"""
@@ -57,14 +63,30 @@ distribution:
   returned: always
   sample: vllm
 sets:
-  description: For every patch set its C(state) (native, applies), the C(reason), and the sha256 of each file
-    C(before) and C(after).
+  description: For every patch set its C(state) (native, applies, not needed), the C(reason), and the sha256 of each
+    file C(before) and C(after).
   type: dict
   returned: always
 plan:
   description: What M(vllm_patch) takes as C(plan).
   type: dict
   returned: always
+capabilities:
+  description: What a deployment can ask of the release with this plan; each is C(supported), or has a C(reason) why
+    not. Empty without patch sets.
+  type: dict
+  returned: always
+  contains:
+    pipeline_parallel:
+      description: EAGLE-3 over several pipeline stages.
+      type: dict
+    declared_tap_ids:
+      description: Tap ids that the drafter's config.json declares at its top level are used.
+      type: dict
+    nested_tap_ids_v1:
+      description: The same for tap ids below C(eagle_config), under Model Runner V1. V2 reads only the top level.
+      type: dict
+  sample: {pipeline_parallel: {supported: false, reason: the model runner cannot carry EAGLE-3 taps ...}}
 proof:
   description: Symbolic cases run and passed, and a summary line.
   type: dict
@@ -76,11 +98,12 @@ patch:
   returned: always
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.files import sha256_bytes
-from ansible.module_utils.aerie.patchset import REFUSED, SetPlan, make_plan, plan_set
+from ansible.module_utils.aerie.patchset import SetPlan, plan_sets
 from ansible.module_utils.aerie.source import Refusal
 from ansible.module_utils.aerie.wheel import package_of_wheel
 from ansible.module_utils.basic import AnsibleModule
@@ -89,6 +112,7 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "wheel": {"type": "path", "required": True},
     "patch_sets": {"type": "list", "elements": "dict", "required": True},
     "layer_counts": {"type": "list", "elements": "int", "default": [61]},
+    "architectures": {"type": "list", "elements": "str", "default": []},
 }
 
 
@@ -97,24 +121,22 @@ def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
     try:
         package = package_of_wheel(Path(module.params["wheel"]))
-        plans = [
-            plan_set(package, patch_set, module.params["layer_counts"]) for patch_set in module.params["patch_sets"]
-        ]
-        refused = [plan.reason for plan in plans if plan.state == REFUSED]
-        if refused:
-            raise Refusal("; ".join(refused))
-        plan = make_plan(package, plans)
+        selection = plan_sets(
+            package, module.params["patch_sets"], module.params["layer_counts"], module.params["architectures"]
+        )
     except Refusal as refusal:
         module.fail_json(msg=str(refusal))
-    for warning in [warning for one in plans for warning in one.warnings]:
+    for warning in selection.warnings:
         module.warn(warning)
+    plans = selection.plans
     patch = "".join(file.diff() for one in plans for file in one.files)
     module.exit_json(
         changed=False,
         vllm_version=package.version,
         distribution=package.distribution,
         sets={one.name: _describe(one) for one in plans},
-        plan=plan,
+        plan=selection.plan,
+        capabilities={name: dataclasses.asdict(one) for name, one in selection.capabilities.items()},
         proof=_proof(plans),
         patch=patch,
         diff={"prepared": patch},

@@ -29,12 +29,14 @@ class CheckpointError(Exception):
 class Checkpoint:
     """The weights of a model directory.
 
-    ``shards`` maps a file's name to its checked header, ``tensors`` a tensor's name to the file that holds it.
+    ``shards`` maps a file's name to its checked header, ``tensors`` a tensor's name to the file that holds it;
+    ``indexed`` says whether an index decided that.
     """
 
     root: Path
     shards: Mapping[str, Header]
     tensors: Mapping[str, str]
+    indexed: bool = False
 
     @property
     def size(self) -> int:
@@ -101,6 +103,20 @@ def read_checkpoint(root: Path, ignored: Iterable[str] = ()) -> Checkpoint:
     return Checkpoint(root, shards, tensors)
 
 
+def read_single(path: Path) -> Checkpoint:
+    """Read the header of the one file ``path`` as a whole checkpoint, whatever lies beside it.
+
+    Raises CheckpointError if it cannot be read, or is by its name one of several parts.
+    """
+    problems = _missing_from_series(path.parent, [path.name])
+    if problems:
+        raise CheckpointError([f"{path}: one of several files that make a model; name the directory {path.parent}"])
+    shards = _read_shards(path.parent, [path.name], problems)
+    if problems:
+        raise CheckpointError(problems)
+    return Checkpoint(path.parent, shards, _locate(shards, problems))
+
+
 def _read_indexed(root: Path, index: Path) -> Checkpoint:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -124,7 +140,7 @@ def _read_indexed(root: Path, index: Path) -> Checkpoint:
     problems += _misplaced(index, placement, shards)
     if problems:
         raise CheckpointError(problems)
-    return Checkpoint(root, shards, placement)
+    return Checkpoint(root, shards, placement, indexed=True)
 
 
 def _read_shards(root: Path, names: Iterable[str], problems: list[str]) -> dict[str, Header]:

@@ -9,14 +9,15 @@ add_import                ``from``, ``name`` (into the file's one ``from ... imp
 add_base                  ``class``, ``base``
 add_class_attribute       ``class``, ``code`` (one assignment)
 add_method                ``class``, ``code`` (one function)
-insert_in_method          [``class``,] ``method``, ``before`` or ``after`` (a shape), ``code``
-replace_statement         [``class``,] ``method``, ``statement`` (a shape), ``code``
-replace_test              [``class``,] ``method``, ``statement`` (the shape of an if or while), ``code`` (expression)
-replace_loop              [``class``,] ``method``, ``statement`` (the shape of a for), ``code`` (``target in iterable``)
+insert_in_method          [``class``,] [``method``,] ``before`` or ``after`` (a shape), ``code``
+replace_statement         [``class``,] [``method``,] ``statement`` (a shape), ``code``
+replace_test              [``class``,] [``method``,] ``statement`` (the shape of an if or while), ``code`` (expression)
+replace_loop              [``class``,] [``method``,] ``statement`` (the shape of a for), ``code`` (``a in b``)
 extend_list               [``class``,] [``method``,] ``statement`` (the shape of an assignment), ``code`` (items)
 ========================  ==================================================================================
 
-Without ``class``, ``method`` is a function of the module. All edits of a file are resolved against the file as it is.
+Without ``class``, ``method`` is a function of the module; without both, the whole module is searched. All edits of a
+file are resolved against the file as it is.
 Every line that an edit adds or changes ends with the comment ``# aerie <set>:<id>``.
 """
 
@@ -131,10 +132,12 @@ class _Place:
         node: Function = self.one(functions(self.owner(), name), f"the function {name}")
         return node
 
+    def scope(self) -> _Owner | Function:
+        return self.method() if "method" in self.edit else self.owner()
+
     def statement(self, key: str) -> ast.stmt:
         shape = parse_shape(self.field(key))
-        scope = self.method() if "method" in self.edit else self.owner()
-        found = [node for node in statements(scope) if matches(shape, node)]
+        found = [node for node in statements(self.scope()) if matches(shape, node)]
         node: ast.stmt = self.one(found, f"the statement `{self.field(key).strip()}`")
         return node
 
@@ -349,25 +352,22 @@ def _extend_list(place: _Place) -> list[Splice]:
 
 def _has_code(place: _Place) -> bool:
     wanted = ast.parse(textwrap.dedent(place.field("code"))).body
-    return all(any(matches(shape, node) for node in statements(place.method())) for shape in wanted)
+    return all(any(matches(shape, node) for node in statements(place.scope())) for shape in wanted)
 
 
 def _has_test(place: _Place) -> bool:
     wanted = ast.parse(textwrap.dedent(place.field("code")), mode="eval").body
-    return any(
-        isinstance(node, (ast.If, ast.While)) and matches(wanted, node.test) for node in ast.walk(place.method())
-    )
+    return any(isinstance(node, (ast.If, ast.While)) and matches(wanted, node.test) for node in ast.walk(place.scope()))
 
 
 def _has_loop(place: _Place) -> bool:
     (wanted,) = ast.parse(f"for {textwrap.dedent(place.field('code')).strip()}:\n    ...").body
-    return any(matches(wanted, node) for node in statements(place.method()))
+    return any(matches(wanted, node) for node in statements(place.scope()))
 
 
 def _has_items(place: _Place) -> bool:
     wanted = list(_items(place).values())
-    scope = place.method() if "method" in place.edit else place.owner()
-    lists = [node for node in ast.walk(scope) if isinstance(node, (ast.List, ast.Tuple, ast.Set))]
+    lists = [node for node in ast.walk(place.scope()) if isinstance(node, (ast.List, ast.Tuple, ast.Set))]
     return any(matches(wanted, node.elts[-len(wanted) :]) for node in lists)
 
 

@@ -22,8 +22,8 @@ MEDIA_TOKEN = 163605
 
 def check_allow_list(path: str, data: bytes, model_types: Sequence[str]) -> None:
     """Run the check of the target's model type that ``path`` makes for EAGLE-3; it must let ``model_types`` pass."""
-    for body, position in _allow_lists(ast.parse(data)):
-        code = _compiled(path, body[_first_assignment(body, position) : position + 1])
+    for check in _allow_lists(ast.parse(data)):
+        code = _compiled(path, check)
         for model_type in model_types:
             text_config = SimpleNamespace(model_type=model_type)
             target = SimpleNamespace(hf_text_config=text_config, hf_config=text_config)
@@ -34,25 +34,21 @@ def check_allow_list(path: str, data: bytes, model_types: Sequence[str]) -> None
                 raise ProofError(f"{path} refuses the model type {model_type}: {error}") from error
 
 
-def _allow_lists(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Yield every ``if`` that raises for a model type under EAGLE-3, as a block and its position in there."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(node, (ast.FunctionDef, ast.If)) or not isinstance(body, list):
-            continue
-        for position, statement in enumerate(body):
-            if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Raise):
-                constants = {one.value for one in ast.walk(statement.test) if isinstance(one, ast.Constant)}
-                names = {one.attr for one in ast.walk(statement.test) if isinstance(one, ast.Attribute)}
-                if "eagle3" in constants and "model_type" in names:
-                    yield body, position
+def _allow_lists(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """Yield every ``if`` that raises for a model type under EAGLE-3, after the assignments of the names it uses."""
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        for node in statements(function):
+            if not isinstance(node, ast.If) or not isinstance(node.body[-1], ast.Raise):
+                continue
+            constants = {one.value for one in ast.walk(node.test) if isinstance(one, ast.Constant)}
+            attributes = {one.attr for one in ast.walk(node.test) if isinstance(one, ast.Attribute)}
+            if "eagle3" in constants and "model_type" in attributes:
+                used = {one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)}
+                yield [*(one for one in statements(function) if _assigns(one, used)), node]
 
 
-def _first_assignment(body: Sequence[ast.stmt], position: int) -> int:
-    """Return where the assignments start that stand directly before ``position``."""
-    while position and isinstance(body[position - 1], ast.Assign):
-        position -= 1
-    return position
+def _assigns(node: ast.stmt, names: set[str]) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
 
 
 def check_loader(path: str, data: bytes, target: Any, embedding: object, head: object) -> None:  # noqa: ANN401

@@ -43,6 +43,26 @@ def missing_files(directory: Path, expected: Sequence[ExpectedFile], *, remember
     return [file for file in expected if digests.get(directory / file.name) != file.sha256]
 
 
+def link_from(siblings: Path, directory: Path, missing: Sequence[ExpectedFile]) -> list[ExpectedFile]:
+    """Link files that some directory in ``siblings`` has already into ``directory``; return those that none has.
+
+    Digests are kept beside the files that they are of, so that large ones are read once.
+    """
+    still = []
+    for file in missing:
+        for other in sorted(path for path in siblings.glob("*") if path.is_dir() and path != directory):
+            if _is_expected(other / file.name, file):
+                directory.mkdir(parents=True, exist_ok=True)
+                link = directory / f".{file.name}.link"
+                link.unlink(missing_ok=True)
+                os.link(other / file.name, link)
+                link.replace(directory / file.name)
+                break
+        else:
+            still.append(file)
+    return still
+
+
 def open_incoming(directory: Path, missing: Sequence[ExpectedFile], login: str) -> list[ExpectedFile]:
     """Make the directory where ``login`` may put ``missing``; return those that an interrupted run did not bring."""
     incoming = directory / INCOMING
@@ -90,6 +110,12 @@ def accept_incoming(directory: Path, missing: Sequence[ExpectedFile]) -> None:
         path.unlink()
     incoming.rmdir()
     sync_directory(directory)
+
+
+def _is_expected(path: Path, file: ExpectedFile) -> bool:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
+        return False
+    return cached_sha256([path], path.parent / ".sha256.json")[path] == file.sha256
 
 
 def _arrived(incoming: Path, file: ExpectedFile) -> bool:

@@ -21,13 +21,14 @@ from ansible.module_utils.aerie.checkpoint import (
     read_json_object,
 )
 from ansible.module_utils.aerie.files import sha256_bytes, sha256_file
+from ansible.module_utils.aerie.rope import rope_fields
 
 # Architectures whose EAGLE-3 taps Aerie knows, and the text models that they may hold.
 ARCHITECTURES = ("KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
 
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings", "num_attention_heads")
-_OPTIONAL_TEXT_FIELDS = ("kv_lora_rank", "rope_theta", "rope_scaling", "tie_word_embeddings")
+_OPTIONAL_TEXT_FIELDS = ("kv_lora_rank", "tie_word_embeddings")
 # Any one of these holds the vocabulary.
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "vocab.json")
 _SMALL_FILES = {".json", ".py", ".jinja", ".model", ".tiktoken"}
@@ -102,9 +103,27 @@ def inspect_target(root: Path, reader: Reader | None = None) -> dict[str, object
     return _facts(root, config, text, checkpoint, small)
 
 
+def describe_target(root: Path) -> dict[str, object]:
+    """Return those facts of the model directory ``root`` that its config.json states; nothing else need be there.
+
+    Raises CheckpointError if it is missing, or not that of a target that Aerie knows.
+    """
+    config = read_json_object(root / "config.json")
+    return _description(root, config, _text_config(root / "config.json", config))
+
+
 def _facts(
     root: Path, config: Mapping[str, object], text: Mapping[str, object], checkpoint: Checkpoint, small: Iterable[Path]
 ) -> dict[str, object]:
+    return {
+        **_description(root, config, text),
+        "identity": _identity(small, checkpoint),
+        "shards": len(checkpoint.shards),
+        "bytes": checkpoint.size,
+    }
+
+
+def _description(root: Path, config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, object]:
     quantization = text.get("quantization_config") or config.get("quantization_config")
     return {
         "path": str(root),
@@ -115,12 +134,10 @@ def _facts(
             "model_type": text.get("model_type"),
             **{name: text[name] for name in _SIZES},
             **{name: text.get(name) for name in _OPTIONAL_TEXT_FIELDS},
+            **rope_fields(text),
             "dtype": text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"),
         },
         "quantization": quantization.get("quant_method") if isinstance(quantization, dict) else None,
-        "identity": _identity(small, checkpoint),
-        "shards": len(checkpoint.shards),
-        "bytes": checkpoint.size,
     }
 
 

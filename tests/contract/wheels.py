@@ -22,4 +22,5 @@ def partial_wheels(releases: Iterable[tuple[str, str]], members: Collection[str]
     """Return the partial wheels of ``releases`` (distribution, version)."""
     wanted = list(dict.fromkeys(releases))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(wanted, pool.map(lambda release: partial_wheel(*release, members), wanted), strict=True))
+        paths = pool.map(lambda release: partial_wheel(release[0], release[1], members), wanted)
+        return dict(zip(wanted, paths, strict=True))

@@ -73,6 +73,7 @@ def write_json(path: Path, document: object) -> None:
     path.write_text(json.dumps(document), encoding="utf-8")
 
 
+KIMI_ROPE_SCALING = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
 KIMI_TEXT = {
     "model_type": "kimi_k2",
     "hidden_size": HIDDEN,
@@ -82,7 +83,7 @@ KIMI_TEXT = {
     "num_attention_heads": 64,
     "kv_lora_rank": 512,
     "rope_theta": 50000.0,
-    "rope_scaling": {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096},
+    "rope_scaling": KIMI_ROPE_SCALING,
     "quantization_config": {"quant_method": "compressed-tensors"},
     "dtype": "bfloat16",
 }
@@ -181,7 +182,12 @@ def llama_drafter() -> DrafterFiles:
     """Return a healthy Llama drafter for Kimi-K2.5 that shares its embedding."""
     width = 64 * 128
     return _drafter(
-        {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "rope_theta": 1000000.0,
+            "rope_scaling": None,
+        },
         {
             "q_proj": bf16(width, 2 * HIDDEN),
             "k_proj": bf16(width, 2 * HIDDEN),
@@ -191,10 +197,37 @@ def llama_drafter() -> DrafterFiles:
     )
 
 
+def speculators_drafter() -> DrafterFiles:
+    """Return the healthy Llama drafter as the speculators library writes it."""
+    drafter = llama_drafter()
+    outside = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    layer = {name: drafter.config[name] for name in drafter.config.keys() - {*outside, "architectures", "eagle_config"}}
+    drafter.config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "moonshotai/Kimi-K2.5", "architectures": ["KimiK25ForConditionalGeneration"]},
+        },
+        "norm_before_residual": True,
+        "transformer_layer_config": layer,
+        **{name: drafter.config[name] for name in outside},
+    }
+    return drafter
+
+
 def mla_drafter() -> DrafterFiles:
     """Return a healthy MLA drafter for Kimi-K2.5 that shares its embedding."""
     return _drafter(
-        {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "kv_lora_rank": 512},
+        {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "model_type": "kimi_k2",
+            "kv_lora_rank": 512,
+            "rope_theta": KIMI_TEXT["rope_theta"],
+            "rope_scaling": {"mscale": 1.0, **KIMI_ROPE_SCALING},
+        },
         {
             "q_a_proj": bf16(1536, 2 * HIDDEN),
             "q_b_proj": bf16(64 * 192, 1536),

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible.module_utils.aerie.checkpoint import CheckpointError
-from ansible.module_utils.aerie.drafter import (
-    Finding,
-    Service,
-    Target,
-    check,
-    content_digest,
-    read_drafter,
-    travelling_files,
-)
+from ansible.module_utils.aerie.doctor import check
+from ansible.module_utils.aerie.drafter import content_digest, read_drafter, travelling_files
+from ansible.module_utils.aerie.drafter_fit import Service, Target
+from ansible.module_utils.aerie.findings import Finding
 from model_files import (
     DRAFT_VOCAB,
     HIDDEN,
+    KIMI_ROPE_SCALING,
     VOCAB,
     DrafterFiles,
     TensorFile,
@@ -30,6 +27,7 @@ from model_files import (
     int64,
     llama_drafter,
     mla_drafter,
+    speculators_drafter,
     spread,
     target_facts,
     vocabulary_maps,
@@ -40,8 +38,15 @@ from model_files import (
 
 TARGET = "/models/kimi/config.json"
 IDS = "eagle_aux_hidden_state_layer_ids"
-NEWEST = Service("0.33.0")
 Change = Callable[[DrafterFiles], object]
+
+
+def serving(version: str, **options: Any) -> Service:  # noqa: ANN401
+    """Return a service that was told what tap ids mean; test_dialects.py has those that were not."""
+    return Service(version, **{"tap_dialect": "vllm", **options})
+
+
+NEWEST = serving("0.33.0")
 
 
 def findings_of(root: Path, service: Service = NEWEST, **text: object) -> list[Finding]:
@@ -344,8 +349,64 @@ MISFITS: dict[str, tuple[str, Change, list[str]]] = {
     ),
     "a context that would cut the target's": (
         "max_position",
-        say(max_position_embeddings=4096),
-        ["max_position_embeddings 4096", CONFIG, "max_position_embeddings 262144", TARGET],
+        all_of(
+            say(max_position_embeddings=4096),
+            say(rope_scaling={"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096}),
+        ),
+        ["max_position_embeddings 4096", CONFIG, "max_position_embeddings 262144", TARGET, "cut the target's context"],
+    ),
+    "taps that are said to be off": (
+        "aux_hidden_states_off",
+        say(eagle_config={IDS: [2, 30, 58], "use_aux_hidden_state": False}),
+        ["eagle_config.use_aux_hidden_state False", CONFIG, "fc.weight shape [7168, 21504]", WEIGHTS],
+    ),
+    "norms per tap without their tensors": (
+        "fc_norm_tensors",
+        say(fc_norm=True),
+        ["fc_norm True", CONFIG, "no tensor fc_norm.*", "{root}"],
+    ),
+    "norms per tap that are not declared": (
+        "fc_norm_tensors",
+        put(**{f"fc_norm__{tap}__weight": bf16(HIDDEN) for tap in range(3)}),
+        ["fc_norm None", CONFIG, "tensor fc_norm.0.weight", WEIGHTS],
+    ),
+    "a norm before fc without its tensor": (
+        "norm_before_fc_tensors",
+        say(norm_before_fc=True),
+        ["norm_before_fc True", CONFIG, "no tensor input_norm.*", "{root}"],
+    ),
+    "a scaling that vLLM does not know": (
+        "rope_scaling",
+        say(rope_scaling={"rope_type": "spiral", "factor": 2.0}),
+        ["theta 1e+06, spiral, factor 2.0", CONFIG, "theta 50000, yarn", TARGET, "no scaling of type spiral"],
+    ),
+    "a scaling without its factor": (
+        "rope_scaling",
+        say(rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096}),
+        ["theta 1e+06, yarn", CONFIG, TARGET, "scaling of type yarn needs factor"],
+    ),
+    "the target's quantisation on weights that have none": (
+        "quantization_unused",
+        say(quantization_config={"quant_method": "compressed-tensors"}),
+        ["quantization_config compressed-tensors", CONFIG, "quantised tensors none", "{root}"],
+    ),
+    "a quantisation of another tool on weights that have none": (
+        "quantization_unused",
+        lambda d: d.others.update({"hf_quant_config.json": b"{}"}),
+        ["quantization_config declared", "{root}/hf_quant_config.json", "quantised tensors none"],
+    ),
+    "quantised weights that are not declared": (
+        "quantization_undeclared",
+        put(midlayer__mlp__down_proj__weight_scale=bf16(1)),
+        ["tensor midlayer.mlp.down_proj.weight_scale", WEIGHTS, "quantization_config not declared", CONFIG],
+    ),
+    "a quantised embedding": (
+        "quantized_layer",
+        all_of(
+            say(quantization_config={"quant_method": "fp8"}),
+            put(embed_tokens__weight=TensorFile("F8_E4M3", (VOCAB, HIDDEN)), embed_tokens__weight_scale=bf16(1)),
+        ),
+        ["tensor embed_tokens.weight", WEIGHTS, "LlamaForCausalLMEagle3", CONFIG, "a quantised embed_tokens"],
     ),
 }
 
@@ -361,6 +422,198 @@ def test_exactly_the_planted_fault_is_found(tmp_path: Path, name: str, change: C
     assert finding.remedy
 
 
+FP8 = put(midlayer__mlp__down_proj__weight=TensorFile("F8_E4M3", (HIDDEN, 18432)))
+INT4: Change = all_of(
+    say(quantization_config={"quant_method": "quark"}),
+    put(midlayer__mlp__down_proj__weight_packed=TensorFile("I32", (HIDDEN, 2304))),
+    without("midlayer.mlp.down_proj.weight"),
+)
+QUANTISED_HEAD: Change = all_of(
+    INT4, put(lm_head__weight_packed=TensorFile("I32", (DRAFT_VOCAB, 896))), without("lm_head.weight")
+)
+NORMS: Change = all_of(say(fc_norm=True), put(**{f"fc_norm__{tap}__weight": bf16(HIDDEN) for tap in range(3)}))
+NORM_BEFORE_FC: Change = all_of(say(norm_before_fc=True), put(input_norm__weight=bf16(3 * HIDDEN)))
+NO_TAPS: Change = all_of(say(eagle_config={"use_aux_hidden_state": False}), without("fc.weight"))
+KIMI_ROPE = {"rope_theta": 50000.0, "rope_scaling": KIMI_ROPE_SCALING}
+
+
+def nothing(drafter: DrafterFiles) -> None:
+    """Leave the drafter as it is."""
+
+
+# What matters only to some releases, runners, options and kinds of drafter: the drafter, how it is served, and the
+# findings' ids and severities.
+SERVED: dict[str, tuple[Callable[[], DrafterFiles], Change, Service, list[str]]] = {
+    "norms per tap": (llama_drafter, NORMS, serving("0.22.0"), []),
+    "norms per tap, MLA": (mla_drafter, NORMS, serving("0.22.0"), []),
+    "norms per tap, too early": (mla_drafter, NORMS, serving("0.21.0"), ["fc_norm error"]),
+    "normed output": (mla_drafter, say(norm_output=True), serving("0.22.0"), []),
+    "normed output, too early": (mla_drafter, say(norm_output=True), serving("0.21.0"), ["norm_output error"]),
+    "normed output of speculators": (speculators_drafter, say(norm_output=True), serving("0.25.0"), []),
+    "normed output of speculators, too early": (
+        speculators_drafter,
+        say(norm_output=True),
+        serving("0.24.0"),
+        ["norm_output error"],
+    ),
+    "norm before fc": (llama_drafter, NORM_BEFORE_FC, serving("0.18.0"), []),
+    "norm before fc, too early": (llama_drafter, NORM_BEFORE_FC, serving("0.17.1"), ["norm_before_fc error"]),
+    "norm before fc, MLA": (mla_drafter, NORM_BEFORE_FC, NEWEST, ["norm_before_fc error"]),
+    "no taps": (llama_drafter, NO_TAPS, NEWEST, []),
+    "no taps, MLA": (mla_drafter, NO_TAPS, NEWEST, ["aux_hidden_states_off error"]),
+    "no taps, before V2 could": (llama_drafter, NO_TAPS, serving("0.32.0"), ["aux_hidden_states_off error"]),
+    "no taps, V1": (llama_drafter, NO_TAPS, serving("0.32.0", model_runner="v1"), []),
+    "speculators": (speculators_drafter, nothing, NEWEST, []),
+    "speculators' P-EAGLE": (
+        speculators_drafter,
+        say(speculators_model_type="peagle"),
+        NEWEST,
+        ["speculators_format error"],
+    ),
+    "speculators with a layer of another kind": (
+        speculators_drafter,
+        lambda d: d.config["transformer_layer_config"].update(model_type="qwen3"),
+        NEWEST,
+        ["speculators_format error"],
+    ),
+    "the target's rope": (llama_drafter, say(**KIMI_ROPE), NEWEST, []),
+    "the target's rope as transformers 5 writes it": (
+        mla_drafter,
+        all_of(
+            lambda d: (d.config.pop("rope_theta"), d.config.pop("rope_scaling")),
+            say(rope_parameters={"rope_theta": 50000.0, "rope_type": "yarn", **KIMI_ROPE_SCALING}),
+        ),
+        NEWEST,
+        [],
+    ),
+    "the target's theta without its scaling": (
+        llama_drafter,
+        say(rope_theta=50000.0),
+        NEWEST,
+        ["rope warning"],
+    ),
+    "the target's scaling without its theta": (
+        llama_drafter,
+        say(rope_scaling=KIMI_ROPE_SCALING),
+        NEWEST,
+        ["rope warning"],
+    ),
+    "another rope, MLA": (mla_drafter, say(rope_theta=10000.0), NEWEST, ["rope warning"]),
+    "another stretch, MLA": (
+        mla_drafter,
+        say(rope_scaling={**KIMI_ROPE_SCALING, "factor": 128.0}),
+        NEWEST,
+        ["rope warning"],
+    ),
+    "no theta": (llama_drafter, lambda d: d.config.pop("rope_theta"), NEWEST, ["rope_theta warning"]),
+    "a scaling that ends before the context": (
+        llama_drafter,
+        say(rope_scaling={"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}),
+        NEWEST,
+        ["rope_range warning"],
+    ),
+    "half precision": (
+        llama_drafter,
+        put(norm__weight=TensorFile("F16", (HIDDEN,))),
+        NEWEST,
+        ["dtype note"],
+    ),
+    "quantised": (llama_drafter, INT4, NEWEST, []),
+    "a quantised head": (llama_drafter, QUANTISED_HEAD, serving("0.19.0"), []),
+    "a quantised head, too early": (llama_drafter, QUANTISED_HEAD, serving("0.18.1"), ["quantized_layer error"]),
+    "a quantised head, MLA": (mla_drafter, QUANTISED_HEAD, NEWEST, ["quantized_layer error"]),
+    "an fp8 cache": (llama_drafter, nothing, serving("0.33.0", kv_cache_dtype="fp8"), []),
+    "an fp8 cache for an fp8 drafter": (
+        llama_drafter,
+        all_of(FP8, say(quantization_config={"quant_method": "fp8"})),
+        serving("0.10.2", kv_cache_dtype="fp8"),
+        [],
+    ),
+    "an fp8 cache, V1": (llama_drafter, nothing, serving("0.26.0", kv_cache_dtype="fp8_e4m3"), []),
+    "an fp8 cache that cannot be set apart": (
+        llama_drafter,
+        nothing,
+        serving("0.25.1", kv_cache_dtype="fp8_e4m3"),
+        ["kv_cache_dtype warning"],
+    ),
+    "an fp8 cache that V2 cannot set apart": (
+        llama_drafter,
+        nothing,
+        serving("0.30.0", kv_cache_dtype="fp8"),
+        ["kv_cache_dtype warning"],
+    ),
+    "an fp8 cache on an old release": (
+        llama_drafter,
+        nothing,
+        serving("0.10.2", kv_cache_dtype="fp8"),
+        ["kv_cache_dtype error"],
+    ),
+    "an MLA backend, MLA": (mla_drafter, nothing, serving("0.33.0", attention_backend="TRITON_MLA"), []),
+    "an MLA backend": (
+        llama_drafter,
+        nothing,
+        serving("0.33.0", attention_backend="TRITON_MLA"),
+        ["attention_backend error"],
+    ),
+    "an MLA backend, V1": (llama_drafter, nothing, serving("0.28.0", attention_backend="FLASHMLA"), []),
+    "an MLA backend, before V1 chose apart": (
+        llama_drafter,
+        nothing,
+        serving("0.20.2", attention_backend="FLASHMLA"),
+        ["attention_backend error"],
+    ),
+    "a backend of its own": (
+        llama_drafter,
+        nothing,
+        serving("0.33.0", attention_backend="TRITON_MLA", draft_attention_backend="TRITON_ATTN"),
+        [],
+    ),
+    "a backend of its own that V2 does not read": (
+        llama_drafter,
+        nothing,
+        serving("0.30.0", attention_backend="TRITON_MLA", draft_attention_backend="TRITON_ATTN"),
+        ["attention_backend error"],
+    ),
+    "a backend of its own that is none for it": (
+        mla_drafter,
+        nothing,
+        serving("0.33.0", draft_attention_backend="FLASH_ATTN"),
+        ["attention_backend error"],
+    ),
+    "two stages": (mla_drafter, nothing, serving("0.33.0", pipeline_parallel_size=2), ["pipeline error"]),
+    "two stages, patched": (mla_drafter, nothing, serving("0.33.0", pipeline_parallel_size=2, taps_proved=True), []),
+    "two stages, before there were any": (
+        mla_drafter,
+        nothing,
+        serving("0.29.0", pipeline_parallel_size=2, taps_proved=True),
+        ["pipeline error"],
+    ),
+    "two stages, V1": (
+        mla_drafter,
+        nothing,
+        serving("0.33.0", pipeline_parallel_size=2, taps_proved=True, model_runner="v1"),
+        ["pipeline error"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "change", "service", "found"), SERVED.values(), ids=SERVED.keys())
+def test_exactly_what_this_service_minds_is_found(
+    tmp_path: Path, make: Callable[[], DrafterFiles], change: Change, service: Service, found: list[str]
+) -> None:
+    drafter = make()
+    change(drafter)
+    findings = findings_of(drafter.write(tmp_path / "drafter"), service)
+    assert [f"{finding.id} {finding.severity}" for finding in findings] == found
+    # Both sides of what disagrees, with the file or the option that states each.
+    assert all(len(finding.facts) == 2 and finding.consequence and finding.remedy for finding in findings)
+
+
+def test_more_stages_than_v2_can_do_fall_back_to_v1(tmp_path: Path) -> None:
+    assert serving("0.29.0", pipeline_parallel_size=2).runner == "v1"
+    assert serving("0.29.0").runner == serving("0.30.0", pipeline_parallel_size=2).runner == "v2"
+
+
 @pytest.mark.parametrize("change", [first_tokens, put(d2t=int64([0] * DRAFT_VOCAB))])
 def test_a_zero_d2t_is_the_first_tokens_and_nothing_else(tmp_path: Path, change: Change) -> None:
     drafter = llama_drafter()
@@ -371,8 +624,8 @@ def test_a_zero_d2t_is_the_first_tokens_and_nothing_else(tmp_path: Path, change:
 
 def test_an_mla_drafter_needs_the_release_that_knows_it(tmp_path: Path) -> None:
     root = mla_drafter().write(tmp_path / "drafter")
-    assert findings_of(root, Service("0.18.0")) == []
-    (finding,) = findings_of(root, Service("0.17.1"))
+    assert findings_of(root, serving("0.18.0")) == []
+    (finding,) = findings_of(root, serving("0.17.1"))
     assert (finding.id, finding.severity) == ("architecture", "error")
     assert "vLLM 0.17.1 does not know it, 0.18.0 is the first that does" in finding.message
 
@@ -389,8 +642,8 @@ def test_mla_drafters_had_three_taps_before_0_22(tmp_path: Path) -> None:
     drafter = mla_drafter()
     set_taps(drafter, [2, 20, 40, 58])
     root = drafter.write(tmp_path / "drafter")
-    assert findings_of(root, Service("0.22.0")) == []
-    (finding,) = findings_of(root, Service("0.21.0"))
+    assert findings_of(root, serving("0.22.0")) == []
+    (finding,) = findings_of(root, serving("0.21.0"))
     assert finding.id == "tap_count"
     assert "4 tap ids [2, 20, 40, 58]" in finding.message
     assert "fixed number of taps 3 in vLLM 0.21.0" in finding.message
@@ -399,11 +652,11 @@ def test_mla_drafters_had_three_taps_before_0_22(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("service", "severities"),
     [
-        (Service("0.33.0"), ["error"]),
-        (Service("0.29.0"), ["error"]),
-        (Service("0.28.0"), []),
-        (Service("0.28.0", model_runner="v2"), ["error"]),
-        (Service("0.33.0+cpu", model_runner="v1"), []),
+        (serving("0.33.0"), ["error"]),
+        (serving("0.29.0"), ["error"]),
+        (serving("0.28.0"), []),
+        (serving("0.28.0", model_runner="v2"), ["error"]),
+        (serving("0.33.0+cpu", model_runner="v1"), []),
     ],
 )
 def test_nested_ids_are_read_by_runner_v1_only(tmp_path: Path, service: Service, severities: list[str]) -> None:
@@ -427,8 +680,8 @@ def test_runner_v2_reads_layer_ids_and_runner_v1_does_not(tmp_path: Path) -> Non
     del drafter.config[IDS]
     drafter.config["eagle_config"] = {"layer_ids": [1, 29, 57]}
     root = drafter.write(tmp_path / "drafter")
-    assert findings_of(root, Service("0.33.0")) == []
-    (finding,) = findings_of(root, Service("0.33.0", model_runner="v1"))
+    assert findings_of(root, serving("0.33.0")) == []
+    (finding,) = findings_of(root, serving("0.33.0", model_runner="v1"))
     assert (finding.id, finding.severity) == ("tap_ids_nested", "error")
 
 
@@ -444,8 +697,8 @@ def test_the_last_boundary_is_delivered_since_0_25(tmp_path: Path) -> None:
     drafter = llama_drafter()
     set_taps(drafter, [2, 30, 61])
     root = drafter.write(tmp_path / "drafter")
-    assert findings_of(root, Service("0.25.0")) == []
-    (finding,) = findings_of(root, Service("0.24.0"))
+    assert findings_of(root, serving("0.25.0")) == []
+    (finding,) = findings_of(root, serving("0.24.0"))
     assert (finding.id, finding.severity) == ("tap_id_lost", "error")
     assert "does not deliver tap 61" in finding.message
 
@@ -453,22 +706,22 @@ def test_the_last_boundary_is_delivered_since_0_25(tmp_path: Path) -> None:
 def test_a_patch_set_that_proves_all_taps_delivers_the_ends(tmp_path: Path) -> None:
     drafter = llama_drafter()
     set_taps(drafter, [0, 30, 61])
-    assert findings_of(drafter.write(tmp_path / "drafter"), Service("0.24.0", taps_proved=True)) == []
+    assert findings_of(drafter.write(tmp_path / "drafter"), serving("0.24.0", taps_proved=True)) == []
 
 
 @pytest.mark.parametrize(
     ("service", "severities"),
     [
-        (Service("0.33.0", max_model_len=4096), []),
-        (Service("0.33.0", max_model_len=4097), ["error"]),
-        (Service("0.33.0", model_runner="v1", max_model_len=4097), ["warning"]),
-        (Service("0.32.0"), ["warning"]),
+        (serving("0.33.0", max_model_len=4096), []),
+        (serving("0.33.0", max_model_len=4097), ["error"]),
+        (serving("0.33.0", model_runner="v1", max_model_len=4097), ["warning"]),
+        (serving("0.32.0"), ["warning"]),
     ],
 )
 def test_a_short_drafter_matters_by_release_and_served_length(
     tmp_path: Path, service: Service, severities: list[str]
 ) -> None:
-    drafter = llama_drafter()
+    drafter = mla_drafter()
     drafter.config["max_position_embeddings"] = 4096
     findings = findings_of(drafter.write(tmp_path / "drafter"), service)
     assert [(finding.id, finding.severity) for finding in findings] == [("max_position", level) for level in severities]
@@ -501,7 +754,7 @@ def test_several_faults_are_all_found_and_the_worst_come_first(tmp_path: Path) -
     drafter.config["vocab_size"] = 163839
     drafter.tensors["t2d"] = TensorFile("BOOL", (163839,), drafter.tensors["t2d"].data[:163839])
     drafter.others = {"optimizer.pt": b""}
-    findings = findings_of(drafter.write(tmp_path / "drafter"), Service("0.32.0"))
+    findings = findings_of(drafter.write(tmp_path / "drafter"), serving("0.32.0"))
     assert [finding.id for finding in findings] == ["vocab_size", "max_position", "training_files"]
 
 
@@ -523,6 +776,23 @@ def test_a_malformed_field_is_named(tmp_path: Path, change: dict[str, object], p
     with pytest.raises(CheckpointError) as caught:
         read_drafter(root)
     assert caught.value.problems == (f"{root / 'config.json'}: {problem}",)
+
+
+def test_vllm_lengthens_a_plain_rope_and_drafts_on(tmp_path: Path) -> None:
+    drafter = llama_drafter()
+    drafter.config["max_position_embeddings"] = 4096
+    (finding,) = findings_of(drafter.write(tmp_path / "drafter"))
+    assert (finding.id, finding.severity) == ("max_position", "warning")
+    assert "beyond 4096 tokens it drafts at positions that it was not trained on" in finding.message
+
+
+def test_a_drafter_is_named_by_its_one_file_of_weights(tmp_path: Path) -> None:
+    root = llama_drafter().write(tmp_path)
+    (root / "model.safetensors").rename(root / "epoch-3.safetensors")
+    write_safetensors(root / "epoch-2.safetensors", {"fc.weight": bf16(2)})
+    drafter = read_drafter(root / "epoch-3.safetensors")
+    assert check(drafter, Target.from_facts(target_facts()), NEWEST) == []
+    assert [path.name for path in travelling_files(drafter)] == ["config.json", "epoch-3.safetensors"]
 
 
 def test_a_path_that_is_no_drafter_is_named(tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ from .interfaces import (
 from .utils import make_layers, maybe_prefix
 
 ALLOWED = ["llama", "qwen2"]
+LONG = [
+    "llama",
+    "qwen2",  # second
+]
 
 
 @decorated
@@ -29,6 +33,10 @@ class Model(nn.Module):
     """Docs."""
 
     flag = False  # why
+
+    @decorated
+    def f(self):
+        pass
 
     def __init__(self, config):
         super().__init__()
@@ -87,6 +95,11 @@ def in_method(**fields: object) -> dict[str, Any]:
             ["from .utils import make_layers, maybe_prefix, needs  # aerie set:e"],
         ),
         (
+            {"op": "add_import", "from": ".utils", "name": "Missing"},
+            ["from .utils import make_layers, maybe_prefix"],
+            ["from .utils import Missing, make_layers, maybe_prefix  # aerie set:e"],
+        ),
+        (
             {"op": "add_base", "class": "Model", "base": "Mixin"},
             ["class Model(nn.Module):"],
             ["class Model(nn.Module, Mixin):  # aerie set:e"],
@@ -139,9 +152,46 @@ def in_method(**fields: object) -> dict[str, Any]:
             ["        if first() or last():  # aerie set:e"],
         ),
         (
+            {
+                "op": "replace_loop",
+                **in_method(statement="for index, layer in ...: ...", code="index, layer in enumerate(\n    x,\n)"),
+            },
+            ["        for index, layer in enumerate(self.layers):"],
+            [
+                "        for index, layer in enumerate(  # aerie set:e",
+                "            x,  # aerie set:e",
+                "        ):  # aerie set:e",
+            ],
+        ),
+        (
+            {"op": "replace_statement", "class": "Model", "statement": "flag = ...", "code": "flag = True"},
+            ["    flag = False  # why"],
+            ["    flag = True  # why  # aerie set:e"],
+        ),
+        (
+            {"op": "insert_in_method", "after": "ALLOWED = ...", "code": "x = 1"},
+            [],
+            ["x = 1  # aerie set:e"],
+        ),
+        (
+            {"op": "insert_in_method", "class": "Model", "before": "@decorated\ndef f(self): ...", "code": "x = 1"},
+            [],
+            ["    x = 1  # aerie set:e"],
+        ),
+        (
             {"op": "extend_list", "statement": "ALLOWED = [...]", "code": '"kimi_k25"'},
             ['ALLOWED = ["llama", "qwen2"]'],
             ['ALLOWED = ["llama", "qwen2", "kimi_k25"]  # aerie set:e'],
+        ),
+        (
+            {"op": "extend_list", "statement": "ALLOWED = [...]", "code": '"a", f(b, c)'},
+            ['ALLOWED = ["llama", "qwen2"]'],
+            ['ALLOWED = ["llama", "qwen2", "a", f(b, c)]  # aerie set:e'],
+        ),
+        (
+            {"op": "extend_list", "statement": "LONG = [...]", "code": '"a", "b"'},
+            [],
+            ['    "a",  # aerie set:e', '    "b",  # aerie set:e'],
         ),
     ],
 )
@@ -149,6 +199,58 @@ def test_an_edit_changes_its_lines_and_no_other(fields: dict[str, Any], gone: li
     result = edit(**fields)
     assert changed_lines(MODEL, result) == (gone, come)
     ast.parse(result)
+
+
+@pytest.mark.parametrize(
+    ("head", "result"),
+    [
+        ("class A:", "class A(B):  # aerie set:e"),
+        ("class A():", "class A(B):  # aerie set:e"),
+        ("class A(metaclass=M):", "class A(B, metaclass=M):  # aerie set:e"),
+        ("class A(C, metaclass=M):", "class A(C, B, metaclass=M):  # aerie set:e"),
+        ("class A(C,\n        D):", "class A(C,\n        D, B):  # aerie set:e"),
+        ("class A(\n    C, D\n):", "class A(\n    C, D, B  # aerie set:e\n):"),
+        ("class A(\n    C,\n    D  # last\n):", "class A(\n    C,\n    D,  # last\n    B  # aerie set:e\n):"),
+        ("class A(C[int]):  # why", "class A(C[int], B):  # why  # aerie set:e"),
+    ],
+)
+def test_a_base_is_added_as_the_head_of_the_class_is_written(head: str, result: str) -> None:
+    data = f"{head}\n    x = 1\n".encode()
+    assert edit(data, op="add_base", **{"class": "A", "base": "B"}) == f"{result}\n    x = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        ('    """Docs."""\n', '    """Docs."""\n    x = 1  # aerie set:e\n'),
+        (
+            '    """Docs."""\n\n    def f(self): ...\n',
+            '    """Docs."""\n\n    x = 1  # aerie set:e\n\n    def f(self): ...\n',
+        ),
+        ("    y = 2\n", "    y = 2\n    x = 1  # aerie set:e\n"),
+        (
+            "    @property\n    @other\n    def f(self): ...\n",
+            "    x = 1  # aerie set:e\n\n    @property\n    @other\n    def f(self): ...\n",
+        ),
+    ],
+)
+def test_an_attribute_opens_the_class_body(body: str, result: str) -> None:
+    data = f"class A:\n{body}".encode()
+    assert edit(data, op="add_class_attribute", **{"class": "A", "code": "x = 1"}) == f"class A:\n{result}"
+
+
+def test_a_decorated_function_is_replaced_with_its_decorators() -> None:
+    data = b"class A:\n    @old\n    # why\n    def f(self): ...\n"
+    result = edit(
+        data, op="replace_statement", **{"class": "A", "statement": "@...\ndef f(self): ...", "code": "f = 1"}
+    )
+    assert result == "class A:\n    f = 1  # aerie set:e\n"
+
+
+def test_an_inserted_line_ends_as_its_neighbours_do() -> None:
+    data = b"a = 1\r\ndef f():\n    b = 2\n    return b\r\n"
+    result = edit(data, op="insert_in_method", method="f", after="b = ...", code="c = 3").encode()
+    assert result == b"a = 1\r\ndef f():\n    b = 2\n    c = 3  # aerie set:e\n    return b\r\n"
 
 
 def test_an_import_is_put_where_a_sorter_would_put_it() -> None:
@@ -231,13 +333,20 @@ def test_a_last_statement_without_a_newline_can_be_replaced() -> None:
                 "statement": "self.embed = ...",
                 "code": "pass",
             },
-            "looked for the statement `self.embed = ...`, found 2 (lines 23, 25), need exactly 1",
+            "looked for the statement `self.embed = ...`, found 2 (lines 31, 33), need exactly 1",
         ),
         ({"op": "add_base", "class": "Model", "base": "nn.Module"}, "has the base nn.Module already"),
         ({"op": "add_class_attribute", "class": "Model", "code": "flag = 1"}, "has the attribute flag already"),
         ({"op": "add_method", "class": "Model", "code": "def forward(self): ..."}, "has the method forward already"),
         ({"op": "add_import", "from": ".utils", "name": "make_layers"}, "make_layers is imported from .utils already"),
         ({"op": "add_import", "from": "absent", "name": "x"}, "looked for `from absent import ...`, found 0"),
+        ({"op": "replace_loop", **in_method(statement="taps = ...", code="x in y")}, "needs the shape of a for"),
+        ({"op": "replace_test", **in_method(statement="taps = ...", code="x")}, "needs the shape of an if or while"),
+        ({"op": "extend_list", **in_method(statement="taps = ...", code="x")}, "an assignment of a filled list"),
+        ({"op": "extend_list", "statement": "ALLOWED = [...]", "code": "x]"}, "must give items of a list"),
+        ({"op": "add_method", "class": "Model", "code": "x = 1"}, "must define one function"),
+        ({"op": "add_class_attribute", "class": "Model", "code": "f()"}, "must assign one name"),
+        ({"op": "insert_in_method", **in_method(code="x = 1")}, "needs either `before` or `after`"),
         ({"op": "no_such_operation"}, "needs an id and one of the operations"),
         ({"op": "replace_statement", **in_method(statement="taps = ...", code="taps = (")}, "does not compile"),
         (

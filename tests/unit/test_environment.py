@@ -225,6 +225,8 @@ def test_another_release_of_python_is_refused(host: Host) -> None:
     message = host.refused(python_release="3.1")
     assert message == f"{sys.executable} is not Python 3.1, for which the lock was resolved"
     assert not (host.environment / "aerie.json").exists()
+    host.made()
+    assert host.refused(python_release="3.1") == message
 
 
 @pytest.mark.parametrize(
@@ -240,11 +242,13 @@ def test_a_missing_interpreter_is_named_with_the_remedy(host: Host, python: str,
 def test_a_second_environment_shares_the_files_of_the_first(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the host's own uv is set to does not count.
     monkeypatch.setenv("UV_LINK_MODE", "copy")
+    monkeypatch.setenv("UV_COMPILE_BYTECODE", "1")
     first = Path(host.made()["site_packages"])
     second = Path(host.made(path=host.root / "releases/b/venv")["site_packages"])
     for name in ("one.py", "two.py", "one-1.0.dist-info/METADATA"):
         assert (first / name).stat().st_ino == (second / name).stat().st_ino
     assert (host.environment / "aerie.json").stat().st_nlink == 1
+    assert list(host.root.rglob("one*.pyc")) == []
 
 
 def test_a_host_with_a_wheelhouse_asks_no_index(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

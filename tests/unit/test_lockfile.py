@@ -35,7 +35,7 @@ def test_requirements_as_uv_and_pip_compile_write_them() -> None:
     text = (
         f"{HEADER}# compiled by a tool\n"
         f"Jinja2==3.1.6 \\\n    --hash=sha256:{A} \\\n    --hash=sha256:{B}\n    # via vllm\n\n"
-        f"ruamel.yaml_clib==0.2.15 --hash=sha256:{A}  # a remark\n"
+        f"ruamel.yaml_clib==0.2.15 --hash=sha256:{A}  # before: --hash=sha256:{B}\n"
         f"torch==2.13.0+cpu ; sys_platform == 'linux' --hash=sha256:{B}\r\n"
     )
     assert parse_lock(text, "x.txt").requirements == (

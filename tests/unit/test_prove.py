@@ -173,13 +173,16 @@ def test_a_boundary_owned_twice_is_caught() -> None:
         "            taps.append(hidden_states + residual)\n        for idx, layer in",
     )
     proof = run(owned_twice, [Case(STAGES, (3,)), Case(STAGES, (2,))])
-    assert [(case.ids, "captured twice: stream 3" in fault) for case, fault in proof.failures] == [((3,), True)]
+    assert [(case, "captured twice: stream 3" in fault) for case, fault in proof.failures] == [
+        (Case(STAGES, (3,)), True)
+    ]
 
 
 def test_a_tap_that_is_a_sequence_parallel_shard_is_caught() -> None:
     ungathered = broken("self.gathered(hidden_states + residual, positions)", "hidden_states + residual")
-    proof = run(ungathered, [Case((8,), (4,), sequence_parallel=True), Case((8,), (4,))])
-    assert [case.sequence_parallel for case, _ in proof.failures] == [True]
+    shards = Case((8,), (4,), sequence_parallel=True)
+    proof = run(ungathered, [shards, Case((8,), (4,))])
+    assert [case for case, _ in proof.failures] == [shards]
     assert "stream 4 (a sequence-parallel shard of 3 of 10 rows)" in proof.failures[0][1]
     assert "sequence-parallel MoE" in proof.summary
 
@@ -187,3 +190,98 @@ def test_a_tap_that_is_a_sequence_parallel_shard_is_caught() -> None:
 def test_a_source_without_the_class_fails_every_case() -> None:
     proof = run("x = 1\n", [Case(STAGES, (1,)), Case(STAGES, (2,))])
     assert [fault for _, fault in proof.failures] == [f"{toy_vllm.MODEL} has no Model"] * 2
+
+
+INTERFACE = """\
+class Supports:
+    flag: ClassVar[bool] = True
+
+    def set_aux_hidden_state_layers(self, layers): ...
+
+    def get_eagle3_aux_hidden_state_layers(self): ...
+"""
+DEFAULT = """\
+    def get_eagle3_aux_hidden_state_layers(self):
+        layers = len(self.model.layers)
+        return (2, layers // 2, layers - 3)
+"""
+DECLARED = broken("class CausalLM(nn.Module):\n", f"class CausalLM(nn.Module, Supports):\n{DEFAULT}\n")
+
+
+def run_asked(model: str, **roles: object) -> Proof:
+    """Run one case as a runner does that first asks for the interface."""
+    files = {**toy_vllm.files(), toy_vllm.MODEL: model.encode(), "asked.py": INTERFACE.encode()}
+    proof = {**toy_vllm.PROOF, "interface": {"path": "asked.py", "class": "Supports"}, **roles}
+    return prove(files.__getitem__, proof, [Case((8,), (2, 5))])
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        pytest.param(RIGHT, "CausalLM does not declare Supports: the runner refuses it", id="not declared"),
+        pytest.param(
+            DECLARED.replace("layers - 3", "layers - 4"), "gives (2, 4, 4) instead of (2, 4, 5)", id="other default"
+        ),
+        pytest.param(DECLARED.replace(DEFAULT, ""), "gives None instead of (2, 4, 5)", id="no default"),
+    ],
+)
+def test_the_interface_that_the_runner_asks_for_must_be_declared(model: str, fault: str) -> None:
+    assert run_asked(DECLARED).failures == []
+    (failure,) = run_asked(model).failures
+    assert fault in failure[1]
+
+
+def test_a_gate_before_the_model_is_run_too() -> None:
+    files = {
+        **toy_vllm.files(),
+        toy_vllm.MODEL: RIGHT.encode(),
+        "gate.py": b"def verify(self):\n    allowed = []\n"
+        b"    if self.method == 'eagle3' and self.target_model_config.hf_text_config.model_type not in allowed:\n"
+        b"        raise ValueError('not allowed')\n",
+    }
+    proof = {**toy_vllm.PROOF, "allow_list": {"path": "gate.py", "model_types": ["toy"]}}
+    result = prove(files.__getitem__, proof, [Case((8,), (2, 5))])
+    assert result.run == 2
+    assert result.summary == (
+        "1 of 2 symbolic cases passed; first failure: the list of models that EAGLE-3 is allowed for: "
+        "gate.py refuses the model type toy: not allowed"
+    )
+    assert prove(files.__getitem__, proof, [Case((8,), (2, 5))], stop_early=True).run == 1
+
+
+BARE = """
+
+class BareWrapper(nn.Module):
+    def __init__(self, config):
+        self.language_model = Model(vllm_config=config)
+
+    def set_aux_hidden_state_layers(self, layers):
+        self.language_model._set_aux_hidden_state_layers(layers)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None):
+        return self.language_model(input_ids, positions, intermediate_tensors)
+"""
+
+
+def test_a_wrapper_that_holds_the_bare_model_is_run_as_such() -> None:
+    case = Case((8,), (2, 5), wrapped=True)
+
+    def result(model: str) -> Proof:
+        proof = {**toy_vllm.PROOF, "wrapper": {"path": toy_vllm.MODEL, "class": "BareWrapper"}}
+        return prove({**toy_vllm.files(), toy_vllm.MODEL: model.encode()}.__getitem__, proof, [case])
+
+    assert result(RIGHT + BARE).failures == []
+    (failure,) = result(RIGHT + BARE.replace("Model(vllm_config=config)", "registered(config)")).failures
+    assert "'CausalLM' object has no attribute '_set_aux_hidden_state_layers'" in failure[1]
+
+
+def test_an_optional_source_may_be_missing() -> None:
+    files = {**toy_vllm.files(), toy_vllm.MODEL: RIGHT.encode()}
+    optional = {"path": toy_vllm.INTERFACES, "names": ["Later"], "optional": True}
+    case = Case((8,), (2, 5))
+    proof = {**toy_vllm.PROOF, "sources": [*toy_vllm.PROOF["sources"], optional]}
+    assert prove(files.__getitem__, proof, [case]).failures == []
+    optional["optional"] = False
+    assert [fault for _, fault in prove(files.__getitem__, proof, [case]).failures] == [
+        f"{toy_vllm.INTERFACES} has no Later"
+    ]

@@ -302,14 +302,14 @@ def test_a_release_that_is_not_staged_cannot_be_activated(host: Host) -> None:
 
 def test_the_ledger_keeps_every_line_of_concurrent_writers(host: Host) -> None:
     def write(writer: int) -> None:
-        for number in range(20):
-            host.releases.append_to_ledger({"writer": writer, "number": number, "text": "x" * 5000})
+        for number in range(8):
+            host.releases.append_to_ledger({"writer": writer, "number": number, "text": "x" * 500_000})
 
     with ThreadPoolExecutor() as executor:
         list(executor.map(write, range(5)))
     entries = host.ledger()
     assert sorted((entry["writer"], entry["number"]) for entry in entries) == [
-        (w, n) for w in range(5) for n in range(20)
+        (w, n) for w in range(5) for n in range(8)
     ]
     assert all(entry["time"].endswith("Z") for entry in entries)
     assert host.releases.ledger() == entries
@@ -510,6 +510,16 @@ def test_a_service_that_runs_anything_else_is_restarted(
     assert (result["changed"], result["running"], result["previous"]) == (True, identity, identity)
     assert host.releases.is_active(result["id"], host.unit) is True
     assert [(entry["from"], entry["to"]) for entry in host.ledger()] == [("", identity), (identity, result["id"])]
+
+
+def test_a_service_that_still_runs_another_release_is_restarted(host: Host) -> None:
+    identity, other = host.stage()["id"], host.stage(files=OTHER_FILES)["id"]
+    host.switch(identity)
+    host.called()
+    with runs(host, other):
+        result = host.switch(identity)
+    assert (result["changed"], result["running"]) == (True, other)
+    assert host.called() == START
 
 
 def test_check_mode_on_an_empty_host_predicts_the_activation_of_what_would_be_staged(host: Host) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -32,15 +31,9 @@ def lock_of(*lines: str) -> Lock:
     return parse_lock(HEADER + "".join(lines), "x.txt")
 
 
-def fetch(lock: Lock, directory: Path, fallback_index: str = "") -> list[str]:
-    """Download what ``find`` misses, and return pip's lines."""
-    lines: list[str] = []
-    download(lock, find(lock, directory)[1], directory, fallback_index=fallback_index, progress=lines.append)
-    return lines
-
-
-def names(paths: Sequence[Path]) -> list[str]:
-    return sorted(path.name for path in paths)
+def fetch(lock: Lock, directory: Path) -> None:
+    """Download what ``find`` misses."""
+    download(lock, find(lock, directory)[1], directory)
 
 
 # ----------------------------------------------------------------------------------------------------------------- find
@@ -86,18 +79,20 @@ def test_an_empty_or_missing_wheelhouse_has_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- download
 
 
-def test_what_is_missing_or_damaged_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_damaged_is_downloaded_for_the_locks_python_and_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, wheels = tmp_path / "source", tmp_path / "new/wheels"
-    machine = make_wheel(source, "one", "1.0", tag="cp38-abi3-manylinux_2_28_x86_64")
-    make_wheel(source, "one", "1.0", tag="cp38-abi3-manylinux_2_99_x86_64")
+    machine = make_wheel(source, "one", "1.0", tag="cp313-cp313-manylinux_2_28_aarch64")
+    make_wheel(source, "one", "1.0", tag="cp313-cp313-manylinux_2_99_aarch64")
     two = make_wheel(source, "two", "2.0")
-    lock = lock_of(pin(machine), pin(two))
+    lock = parse_lock("# python: 3.13; platform: manylinux_2_31_aarch64\n" + pin(machine) + pin(two), "x.txt")
     make_wheel(wheels, "two", "2.0").write_bytes(b"damaged")
     monkeypatch.setenv("PIP_FIND_LINKS", str(source))
     fetch(lock, wheels)
     files, missing = find(lock, wheels)
-    assert (names([Path(file.path) for file in files]), missing) == (names([machine, two]), [])
-    assert names(list(wheels.glob("*.whl"))) == names([machine, two])
+    assert ([file.name for file in files], missing) == ([machine.name, two.name], [])
+    assert {path.name for path in wheels.glob("*.whl")} == {machine.name, two.name}
 
 
 def test_a_distribution_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,19 +136,22 @@ def test_a_pip_that_does_not_work_is_an_error(
 
 def test_the_fallback_index_is_asked_for_local_versions_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
-    plain = make_wheel(tmp_path / "main", "plain", "1.0")
+    (tmp_path / "main").mkdir()
     local = make_wheel(tmp_path / "local", "torch", "2.13.0+cpu")
-    # What nobody asks the fallback index for, though it has it.
-    make_wheel(tmp_path / "local", "plain", "1.0", "other = 1")
+    # The fallback index has it, but it is not where a plain version comes from.
+    plain = make_wheel(tmp_path / "local", "plain", "1.0")
     lock = lock_of(pin(plain), pin(local))
+    lines: list[str] = []
     with serve(main=tmp_path / "main", local=tmp_path / "local") as index:
         monkeypatch.setenv("PIP_INDEX_URL", f"{index.url}/main")
-        lines = fetch(lock, tmp_path / "wheels", f"{index.url}/local")
+        fallback = f"{index.url}/local"
+        with pytest.raises(WheelhouseError, match=r"^cannot download plain==1\.0: "):
+            download(lock, lock.requirements, tmp_path / "wheels", fallback_index=fallback, progress=lines.append)
     assert {name: set(projects) for name, projects in index.asked.items()} == {
         "main": {"plain", "torch"},
         "local": {"torch"},
     }
-    assert find(lock, tmp_path / "wheels")[1] == []
-    assert f"torch==2.13.0+cpu is not on the configured index; asking {index.url}/local" in lines
+    assert [file.name for file in find(lock, tmp_path / "wheels")[0]] == [local.name]
+    assert f"torch==2.13.0+cpu is not on the configured index; asking {fallback}" in lines
     downloads = [line.split()[1].rpartition("/")[2] for line in lines if line.startswith("Downloading")]
-    assert [unquote(name) for name in downloads] == [local.name, plain.name]
+    assert [unquote(name) for name in downloads] == [local.name]

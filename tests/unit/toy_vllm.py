@@ -126,9 +126,8 @@ OPT_IN = {
     "id": "opt-in",
     "op": "replace_statement",
     "class": "Model",
-    "method": "forward",
-    "statement": "taps = []",
-    "code": "taps: list = []",
+    "statement": "supports_aux_hidden_states_over_pp = False",
+    "code": "supports_aux_hidden_states_over_pp = True",
 }
 
 
@@ -139,7 +138,7 @@ def files(**replaced: bytes) -> dict[str, bytes]:
 
 
 def patch_set(**changes: object) -> dict[str, Any]:
-    """Return a patch set for the toy package: one edit in each of two files, and a proof that holds once it opts in."""
+    """Return a patch set for the toy package: one edit in each of two files, and a proof that holds with the first."""
     return {
         "name": "toy",
         "description": "A toy",
@@ -153,7 +152,8 @@ def patch_set(**changes: object) -> dict[str, Any]:
                 "edits": [{"id": "also", "op": "add_class_attribute", "class": "Mixin", "code": "touched = True"}],
             },
         ],
-        "proof": {**PROOF, "pipeline_sizes": [1]},
+        "proof": {**PROOF, "pipeline_sizes": [1, 2]},
+        "capabilities": {"pipeline_parallel": {}},
         **changes,
     }
 
