@@ -133,8 +133,7 @@ class Host:
 
     @property
     def bridge(self) -> str:
-        octets = str(self.address).split(".")
-        return f"aerie{octets[1]}-{octets[2]}"
+        return f"ae{int(self.network.network_address):08x}"
 
     def supervisor(self) -> int | None:
         """Return the process id of the host's supervisor while it runs."""

@@ -17,9 +17,13 @@ options:
     type: path
     required: true
   disk_mb:
-    description: What a release needs there, in MB.
+    description: What the first release from a lock needs there, in MB. Another one needs 500.
     type: int
     required: true
+  lock_sha256:
+    description: The digest of the lock's text.
+    type: str
+    default: ''
   python:
     description: The interpreter for the release's environment; empty if it comes from an archive.
     type: path
@@ -86,6 +90,7 @@ from ansible.module_utils.basic import AnsibleModule
 ARGUMENT_SPEC = {
     "root": {"type": "path", "required": True},
     "disk_mb": {"type": "int", "required": True},
+    "lock_sha256": {"type": "str", "default": ""},
     "python": {"type": "path", "default": ""},
     "python_release": {"type": "str", "required": True},
     "port": {"type": "int", "required": True},
@@ -93,6 +98,7 @@ ARGUMENT_SPEC = {
     "cuda": {"type": "int", "default": 0},
     "gpus": {"type": "int", "default": 1},
 }
+_ANOTHER_RELEASE_MB = 500
 
 
 def gpu_report() -> preflight.GpuReport | None:
@@ -103,13 +109,21 @@ def gpu_report() -> preflight.GpuReport | None:
     return preflight.parse_nvidia_smi(result.stdout.decode(errors="replace"))
 
 
+def has_environment(root: Path, lock_sha256: str) -> bool:
+    """Say whether a release below ``root`` has an environment from this lock, whose files another one shares."""
+    records = root.glob("releases/*/venv/aerie.json")
+    return bool(lock_sha256) and any(lock_sha256 in record.read_text() for record in records)
+
+
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
     options = module.params
     problems: list[str] = []
     if options["python"]:
         problems += preflight.check_python(options["python"], options["python_release"])
-    problems += preflight.check_disk(Path(options["root"]), options["disk_mb"])
+    root = Path(options["root"])
+    needed_mb = _ANOTHER_RELEASE_MB if has_environment(root, options["lock_sha256"]) else options["disk_mb"]
+    problems += preflight.check_disk(root, needed_mb)
     problems += preflight.check_port(options["port"], options["unit"])
     report = gpu_report() if options["cuda"] else None
     if options["cuda"]:

@@ -14,7 +14,7 @@ lint() {
   say "lint"
   ruff check .
   ruff format --check .
-  mypy module_utils library plugins embedded tests
+  mypy module_utils library plugins embedded tests tools
   yamllint --strict .
   ansible-lint
   local playbook

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie.checkpoint import INDEX_NAME, CheckpointError, read_checkpoint, summarise
+from ansible.module_utils.aerie.checkpoint import INDEX_NAME, CheckpointError, read_checkpoint, read_single, summarise
 from ansible.module_utils.aerie.digest_cache import cached_sha256
 from ansible.module_utils.aerie.files import sha256_file
 from model_files import bf16, write_json, write_safetensors, write_sharded
@@ -93,6 +93,24 @@ def test_a_series_without_an_index_must_be_complete(sharded: Path) -> None:
     (sharded / TWO).unlink()
     (problem,) = problems_of(sharded)
     assert problem.startswith(f"{sharded / TWO}: missing, though other parts of the series are there")
+
+
+def test_one_file_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "best.safetensors", {"a": bf16(4)})
+    write_safetensors(tmp_path / "last.safetensors", {"a": bf16(4)})
+    checkpoint = read_single(tmp_path / "last.safetensors")
+    assert (dict(checkpoint.tensors), checkpoint.indexed) == ({"a": "last.safetensors"}, False)
+    (tmp_path / "last.safetensors").write_bytes(b"\0" * 7)
+    with pytest.raises(CheckpointError, match=r"last\.safetensors: at byte 7"):
+        read_single(tmp_path / "last.safetensors")
+
+
+def test_one_of_several_parts_is_no_checkpoint(sharded: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_single(sharded / TWO)
+    assert caught.value.problems == (
+        f"{sharded / TWO}: one of several files that make a model; name the directory {sharded}",
+    )
 
 
 def test_weights_in_another_format_are_named_with_the_remedy(tmp_path: Path) -> None:

@@ -119,9 +119,11 @@ def test_interface_names_are_short_enough_and_a_hosts_own(
 
 def test_hosts_of_a_network_share_a_bridge_and_a_gateway() -> None:
     one, two = host("a", "10.77.0.11"), host("b", "10.77.0.254")
-    assert (one.bridge, one.gateway, str(one.network)) == ("aerie77-0", "10.77.0.1", "10.77.0.0/24")
+    assert (one.bridge, one.gateway, str(one.network)) == ("ae0a4d0000", "10.77.0.1", "10.77.0.0/24")
     assert (two.bridge, two.gateway, two.network) == (one.bridge, one.gateway, one.network)
-    assert len({host("c", address).bridge for address in ("10.77.0.11", "10.77.1.11", "10.7.70.11", "10.77.10.1")}) == 4
+    assert (
+        len({host("c", address).bridge for address in ("10.77.0.11", "10.77.1.11", "10.7.70.11", "172.77.0.11")}) == 4
+    )
 
 
 def test_a_hosts_files_are_below_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

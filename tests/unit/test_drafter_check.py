@@ -79,16 +79,45 @@ def test_the_digest_names_the_content_and_not_the_place(tmp_path: Path, capsys: 
     assert digest(one) != digest(two)
 
 
-def test_the_tap_ids_are_those_that_the_runner_will_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_derived_configuration_travels_in_place_of_the_drafters_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = small_drafter()
+    plain = drafter.write(tmp_path / "drafter")
+    before = run_module("drafter_check", arguments(plain), capsys)["drafter"]
+    assert (before["derived"], before["source_sha256"]) == (False, before["sha256"])
+    result = run_module("drafter_check", arguments(plain, tap_dialect="specforge", derived=str(tmp_path / "d")), capsys)
+    assert not result["failed"]
+    assert [finding["id"] for finding in result["findings"]] == ["tap_ids_derived"]
+    facts = result["drafter"]
+    assert (facts["derived"], facts["dialect"], facts["tap_ids"]) == (True, "specforge", [3, 31, 59])
+    assert (facts["tap_ids_declared"], facts["source_sha256"]) == ([2, 30, 58], before["sha256"])
+    assert facts["sha256"] != before["sha256"]
+    config, weights = facts["files"]
+    assert weights == before["files"][1]
+    assert config["path"] == str(tmp_path / "d" / config["sha256"] / "config.json")
+    assert config["sha256"] == hashlib.sha256(Path(config["path"]).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("check_mode", [False, True])
+def test_nested_ids_are_an_error_only_where_nothing_may_be_derived(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], check_mode: bool
+) -> None:
     drafter = small_drafter()
     del drafter.config["eagle_aux_hidden_state_layer_ids"]
     drafter.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
     root = drafter.write(tmp_path / "drafter")
-    result = run_module("drafter_check", arguments(root, model_runner="v1"), capsys)
+    as_vllm = {"tap_dialect": "vllm"}
+    result = run_module("drafter_check", arguments(root, model_runner="v1", **as_vllm), capsys, check_mode)
     assert (result["drafter"]["tap_ids"], result["drafter"]["model_runner"]) == ([1, 29, 57], "v1")
-    result = run_module("drafter_check", arguments(root), capsys)
+    result = run_module("drafter_check", arguments(root, **as_vllm), capsys, check_mode)
     assert result["failed"]
     assert [finding["id"] for finding in result["findings"]] == ["tap_ids_nested"]
+    derived = {"derived": str(tmp_path / "derived"), **as_vllm}
+    result = run_module("drafter_check", arguments(root, **derived), capsys, check_mode)
+    assert (result["failed"], result["changed"], result["drafter"]["tap_ids"]) == (False, False, [1, 29, 57])
+    # Staging looks at the file also where nothing is to be changed.
+    assert Path(result["drafter"]["files"][0]["path"]).is_file()
 
 
 def test_a_misfit_fails_with_both_values_both_files_and_the_remedy(

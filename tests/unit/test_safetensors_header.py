@@ -221,6 +221,79 @@ def test_a_changed_header_is_read_or_refused_but_never_crashes(
 
 
 @anywhere
+@given(content=tensors.filter(lambda content: any(0 not in file.shape for file in content.values())), data=st.data())
+def test_every_wrong_size_and_place_is_refused(
+    tmp_path: Path, content: dict[str, TensorFile], data: st.DataObject
+) -> None:
+    """Whatever one tensor claims besides the truth, it overlaps, leaves a gap, or is not of its own size."""
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, content)
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    name = data.draw(st.sampled_from(sorted(name for name, file in content.items() if 0 not in file.shape)))
+    begin, end = header[name]["data_offsets"]
+    if data.draw(st.booleans()):
+        delta = data.draw(st.integers(-begin, 2 * len(raw)).filter(bool))
+        header[name]["data_offsets"] = [begin + delta, end + delta]
+    else:
+        bits = BITS[header[name]["dtype"]]
+        header[name]["dtype"] = data.draw(st.sampled_from(sorted(name for name in BITS if BITS[name] != bits)))
+    written(path, header, len(raw) - start)
+    with pytest.raises(SafetensorsError) as caught:
+        read_header(path)
+    assert caught.value.path == path
+    assert 0 <= caught.value.offset <= path.stat().st_size + 2 * len(raw)
+
+
+@anywhere
+@given(
+    before=st.dictionaries(st.text(max_size=8), st.integers(), max_size=3),
+    name=st.text(max_size=8),
+    depth=st.booleans(),
+)
+def test_every_duplicate_key_is_refused_at_its_place(
+    tmp_path: Path, before: dict[str, int], name: str, depth: bool
+) -> None:
+    key = json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    inner = b", ".join([*(json.dumps(k).encode() + b": 0" for k in before if k != name), key + b": 1", key + b": 2"])
+    text = b'{"a": {' + inner + b"}}" if depth else b"{" + inner + b"}"
+    path = written(tmp_path / "model.safetensors", text)
+    with pytest.raises(SafetensorsError, match="the header has the key .* twice") as caught:
+        read_header(path)
+    assert caught.value.offset == 8 + text.rindex(key)
+
+
+@anywhere
+@given(text=st.binary(min_size=1, max_size=64), data=st.data())
+def test_every_byte_that_is_not_utf8_is_refused_at_its_place(tmp_path: Path, text: bytes, data: st.DataObject) -> None:
+    good = b'{"' + bytes(byte % 26 + 97 for byte in text)
+    bad = data.draw(st.sampled_from([b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\x80"]))
+    path = written(tmp_path / "model.safetensors", good + bad + b'": {}}')
+    with pytest.raises(SafetensorsError, match="the header is not UTF-8") as caught:
+        read_header(path)
+    assert caught.value.offset == 8 + len(good)
+
+
+@settings(parent=anywhere, max_examples=30)
+@given(declared=st.integers(0, 2**64 - 1), content=st.binary(max_size=64), hole=st.integers(0, 1 << 40))
+def test_no_declared_length_costs_more_than_a_few_megabytes(
+    tmp_path: Path, declared: int, content: bytes, hole: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(declared.to_bytes(8, "little") + content)
+    with path.open("r+b") as stream:
+        stream.truncate(max(hole, 8 + len(content)))
+    tracemalloc.start()
+    with pytest.raises(SafetensorsError) as caught:
+        read_header(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * MEGABYTE
+    assert (caught.value.path, caught.value.offset >= 0) == (path, True)
+
+
+@anywhere
 @given(header=st.dictionaries(st.text(max_size=8), json_values, max_size=4), payload=st.integers(0, 64))
 def test_any_json_is_read_or_refused_but_never_crashes(tmp_path: Path, header: dict[str, Any], payload: int) -> None:
     assert_read_or_refused(written(tmp_path / "model.safetensors", header, payload))

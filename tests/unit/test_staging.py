@@ -31,7 +31,9 @@ class Host:
     def incoming(self) -> Path:
         return self.dest / ".incoming"
 
-    def call(self, step: str, check_mode: bool = False, login: str = "", **sizes: int) -> dict[str, Any]:
+    def call(
+        self, step: str, check_mode: bool = False, login: str = "", reuse: str | None = None, **sizes: int
+    ) -> dict[str, Any]:
         files = [
             {
                 "name": name,
@@ -41,7 +43,7 @@ class Host:
             }
             for name, data in self.files.items()
         ]
-        arguments = {"dest": str(self.dest), "files": files, "step": step, "login": login}
+        arguments = {"dest": str(self.dest), "files": files, "step": step, "login": login, "reuse": reuse}
         return run_module("stage_files", arguments, self.capsys, check_mode)
 
     def query(self, **options: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -225,3 +227,29 @@ def test_a_destination_that_is_a_file_is_named(host: Host) -> None:
     refused = host.query()
     assert refused["failed"] is True
     assert str(host.dest) in refused["msg"]
+
+
+def test_what_a_sibling_has_is_linked_and_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    one, two = Host(store / "one", capsys), Host(store / "two", capsys, {**FILES, "a.bin": b"third" * 1000})
+    one.send(one.query()["unsent"])
+    assert not one.accept()["failed"]
+    predicted = two.query(check_mode=True, reuse=str(store))
+    assert (predicted["changed"], two.dest.exists()) == (True, False)
+    asked = two.query(reuse=str(store))
+    assert (asked["changed"], asked["missing"], asked["unsent"]) == (True, [*FILES], ["a.bin"])
+    two.send(asked["unsent"])
+    assert not two.accept()["failed"]
+    assert (two.staged(), one.staged()) == (two.files, FILES)
+    assert (two.dest / "b.bin").samefile(one.dest / "b.bin")
+    again = two.query(reuse=str(store))
+    assert (again["changed"], again["missing"]) == (False, [])
+
+
+def test_a_sibling_with_other_bytes_or_a_link_is_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    (store / "damaged").mkdir(parents=True)
+    (store / "damaged" / "a.bin").write_bytes(b"FIRST" * 1000)
+    (store / "damaged" / "b.bin").symlink_to("/dev/null")
+    (store / "c.bin").write_bytes(b"")
+    assert Host(store / "two", capsys).query(reuse=str(store))["unsent"] == [*FILES]

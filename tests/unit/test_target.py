@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from ansible.module_utils.aerie.checkpoint import CheckpointError
-from ansible.module_utils.aerie.target import Reader, inspect_target
+from ansible.module_utils.aerie.target import Reader, describe_target, inspect_target
 from model_files import KIMI, KIMI_TEXT, TensorFile, bf16, write_json, write_kimi, write_safetensors, write_sharded
 
 SECOND_SHARD = "model-00002-of-00002.safetensors"
@@ -58,6 +58,30 @@ def test_kimi_is_described_by_its_text_model(kimi: Path) -> None:
         "quantization": "compressed-tensors",
         "shards": 2,
         "bytes": sum(path.stat().st_size for path in kimi.glob("*.safetensors")),
+    }
+
+
+def test_the_configuration_alone_says_the_same(kimi: Path) -> None:
+    whole = inspect_target(kimi)
+    for path in kimi.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    described = describe_target(kimi)
+    assert described.items() <= whole.items()
+    assert whole.keys() - described.keys() == {"identity", "shards", "bytes"}
+
+
+def test_a_rope_is_read_as_either_transformers_writes_it(kimi: Path) -> None:
+    before = inspect_target(kimi)["text"]
+    text = {name: value for name, value in KIMI_TEXT.items() if not name.startswith("rope")}
+    rope = {"rope_theta": 50000.0, "rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    write_json(kimi / "config.json", {**KIMI, "text_config": {**text, "rope_parameters": rope}})
+    after = inspect_target(kimi)["text"]
+    assert isinstance(before, dict) and isinstance(after, dict)
+    assert after["rope_theta"] == before["rope_theta"] == 50000.0
+    assert after["rope_scaling"] == {
+        "rope_type": "yarn",
+        **{name: value for name, value in before["rope_scaling"].items() if name != "type"},
     }
 
 

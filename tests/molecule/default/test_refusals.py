@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is refused with the thing and the remedy, and the hosts stay as they are. Run by verify.yml on its hosts."""
+"""Bad input is refused with the thing and the remedy, and the hosts stay as they are. Run by verify.yml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import ansible_runner
 import pytest
@@ -39,7 +38,7 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Return a function that deploys with extra variables and returns the failure's message; nothing may change."""
     before = on_host(SNAPSHOT)
 
-    def run(inventories: tuple[Path, ...] = (), **variables: Any) -> str:
+    def run(inventories: tuple[Path, ...] = (), **variables: object) -> str:
         result = ansible_runner.run(
             private_data_dir=str(tmp_path),
             project_dir=str(ROOT),
@@ -83,7 +82,8 @@ def test_python_of_another_release(deploy: Callable[..., str]) -> None:
 
 
 def test_disk_too_small(deploy: Callable[..., str]) -> None:
-    message = deploy(preflight_disk_mb=900_000_000)
+    # Another lock: a release from the one that is there would share its files.
+    message = deploy(ml_env_lock="vllm-0.33.0-cu130-py312", preflight_disk_mb=900_000_000)
     assert "/opt/aerie needs 900000000 MB for a release" in message
     assert "set aerie_root to a larger file system" in message
 
