@@ -132,7 +132,7 @@ def check_norms(drafter: Drafter, target: Target, service: Service) -> Iterator[
 def check_rope(drafter: Drafter, target: Target, service: Service) -> Iterator[Finding]:
     """Check the rotary embedding. A Llama drafter may have its own; what was copied must be copied whole."""
     own, other = drafter.rope, target.rope
-    facts = (Fact("rope", own, drafter.config), Fact("rope", other, target.config))
+    facts = (Fact("rope", str(own), drafter.config), Fact("rope", str(other), target.config))
     if own.problem is not None:
         correct = "correct rope_scaling in a copy of the drafter, as the drafter was trained"
         yield Finding("rope_scaling", ERROR, facts, own.problem, correct)

@@ -156,7 +156,7 @@ def _check_use(drafter: Drafter, resolution: Resolution, n_layers: Fact, service
     assert isinstance(layers, int) and resolution.tap_ids is not None
     declared, used = taps.declared, used_tap_ids(taps, service, layers)
     same = sorted(used) == sorted(resolution.tap_ids)
-    meant = f"in the dialect {resolution.dialect} they mean {resolution.tap_ids}"
+    meant = f"in the dialect {resolution.dialect} they are vLLM's {resolution.tap_ids}"
     if taps.top_level is None and declared != _read_below_eagle_config(taps, service):
         yield Finding(
             "tap_ids_nested",
@@ -173,11 +173,8 @@ def _check_use(drafter: Drafter, resolution: Resolution, n_layers: Fact, service
         yield Finding(
             "tap_dialect",
             ERROR,
-            (
-                Fact("tap ids", declared, drafter.config),
-                Fact("vLLM's ids for them", resolution.tap_ids, drafter.config),
-            ),
-            f"{meant}" + (f" ({'; '.join(evidence)})" if evidence else "") + f", and vLLM taps {used}",
+            (Fact("tap ids", declared, drafter.config),),
+            meant + (f" ({'; '.join(evidence)})" if evidence else "") + f", and vLLM taps {used}",
             f"deploy with Aerie, which derives a config.json with {resolution.tap_ids} in both places, or write them "
             "there in a copy of the drafter",
         )

@@ -250,8 +250,8 @@ def _are_sizes(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    """Return ``value`` for a message, cut to a length that a terminal bears whatever the file holds."""
-    text = value if isinstance(value, str) else reprlib.repr(value)
+    """Return ``value`` for a message: one line, cut to a length that a terminal bears, whatever the file holds."""
+    text = value if isinstance(value, str) and value.isprintable() else reprlib.repr(value)
     return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]}..."
 
 

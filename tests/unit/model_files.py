@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -173,7 +173,7 @@ def _drafter(config: dict[str, Any], attention: dict[str, TensorFile]) -> Drafte
         "midlayer.mlp.down_proj.weight": bf16(HIDDEN, 18432),
         "norm.weight": bf16(HIDDEN),
         "lm_head.weight": bf16(DRAFT_VOCAB, HIDDEN),
-        **_common_maps(),
+        **{name: replace(tensor) for name, tensor in _common_maps().items()},
     }
     return DrafterFiles({**base, **config}, tensors)
 

@@ -135,7 +135,7 @@ def test_ids_of_another_dialect_are_an_error_where_nothing_is_derived(tmp_path: 
     examination = examined(tmp_path, with_ids([1, 29, 57]))
     assert found(examination) == ["tap_dialect error"]
     (finding,) = examination.findings
-    assert "in the dialect specforge they mean [2, 30, 58]" in finding.message
+    assert "in the dialect specforge they are vLLM's [2, 30, 58]" in finding.message
     assert "and vLLM taps [1, 29, 57]" in finding.message
 
 

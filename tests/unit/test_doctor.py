@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ansible.module_utils.aerie.doctor import examine
 from ansible.module_utils.aerie.drafter_fit import Service, Target
-from model_files import KIMI, bf16, llama_drafter, target_facts, write_json
+from model_files import KIMI, TensorFile, bf16, llama_drafter, target_facts, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_a_drafter_that_fits_is_said_to_fit(tmp_path: Path, target: Path) -> Non
 def test_errors_are_printed_with_remedies_and_end_with_status_1(tmp_path: Path, target: Path) -> None:
     drafter = llama_drafter()
     drafter.config["vocab_size"] = 163839
-    drafter.tensors["t2d"].shape = (163839,)
+    drafter.tensors["t2d"] = TensorFile("BOOL", (163839,), drafter.tensors["t2d"].data[:163839])
     drafter.others = {"optimizer.pt": b""}
     run = doctor(drafter.write(tmp_path / "drafter"), target, "0.33.0")
     assert (run.returncode, run.stderr) == (1, "")

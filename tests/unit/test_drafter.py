@@ -6,6 +6,7 @@ The drafters have the shapes of public ones for Kimi-K2.5: hidden size 7168, voc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ NEWEST = serving("0.33.0")
 
 
 def findings_of(root: Path, service: Service = NEWEST, **text: object) -> list[Finding]:
-    return check(read_drafter(root), Target.from_facts(target_facts(**text)), service)
+    findings = check(read_drafter(root), Target.from_facts(target_facts(**text)), service)
+    assert json.loads(json.dumps([finding.as_dict() for finding in findings])) == [one.as_dict() for one in findings]
+    return findings
 
 
 def put(**tensors: TensorFile) -> Change:

@@ -259,7 +259,7 @@ def test_every_duplicate_key_is_refused_at_its_place(
     inner = b", ".join([*(json.dumps(k).encode() + b": 0" for k in before if k != name), key + b": 1", key + b": 2"])
     text = b'{"a": {' + inner + b"}}" if depth else b"{" + inner + b"}"
     path = written(tmp_path / "model.safetensors", text)
-    with pytest.raises(SafetensorsError, match="the header has the key .* twice") as caught:
+    with pytest.raises(SafetensorsError, match=r"the header has the key .* twice") as caught:
         read_header(path)
     assert caught.value.offset == 8 + text.rindex(key)
 

@@ -4,21 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import zipfile
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-import ansible_runner
 import pytest
 import yaml
+from scenario import STATE, Run, on_host
 
-ROOT = Path(__file__).parents[3]
-INVENTORY = Path(__file__).parent / "inventory"
-STATE = Path(os.environ.get("AERIE_STATE", "/var/tmp/aerie"))
 # All that a deploy writes, and the process that serves.
 SNAPSHOT = (
     "sudo find /opt/aerie /etc/aerie /etc/systemd/system -maxdepth 4 -printf '%p %i %s %T@\\n' | sort;"
@@ -26,32 +21,16 @@ SNAPSHOT = (
 )
 
 
-def on_host(command: str) -> str:
-    address = yaml.safe_load((INVENTORY / "hosts.yml").read_text())["inference"]["hosts"]["rot"]["ansible_host"]
-    known = f"UserKnownHostsFile={STATE}/known_hosts"
-    ssh = ["ssh", "-i", str(STATE / "key"), "-o", known, f"ansible@{address}", command]
-    return subprocess.run(ssh, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.fixture
-def deploy(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def deploy(playbook: Callable[..., Run]) -> Iterator[Callable[..., str]]:
     """Return a function that deploys with extra variables and returns the failure's message; nothing may change."""
     before = on_host(SNAPSHOT)
 
     def run(inventories: tuple[Path, ...] = (), **variables: object) -> str:
-        result = ansible_runner.run(
-            private_data_dir=str(tmp_path),
-            project_dir=str(ROOT),
-            playbook="deploy.yml",
-            inventory=[str(INVENTORY), *map(str, inventories)],
-            extravars=variables,
-            envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
-            quiet=True,
-        )
-        failures = [event["event_data"] for event in result.events if event["event"] == "runner_on_failed"]
+        result: Run = playbook("deploy.yml", inventories, **variables)
         assert result.status == "failed"
-        assert failures, "the run failed without a failed task"
-        return "\n".join(str(failure["res"].get("msg", "")) for failure in failures)
+        assert sum(result.changed.values()) == 0
+        return result.messages
 
     yield run
     assert on_host(SNAPSHOT) == before
