@@ -5,7 +5,8 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-STATE := $(or $(AERIE_STATE),/var/tmp/aerie)
+# Without root, a directory that root's runs do not own.
+STATE := $(or $(AERIE_STATE),/var/tmp/aerie$(shell [ "$$(id -u)" = 0 ] || echo "-$$(id -un)"))
 BIN := .venv/bin
 PYTHON := $(BIN)/python
 DEMO := inventory/local
@@ -19,7 +20,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 demo: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
 demo-call: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
 
-.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario support lock
+.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario support doctor lock
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -69,6 +70,9 @@ test-scenario: setup ## Run one Molecule scenario: make test-scenario SCENARIO=d
 
 support: setup ## Say what Aerie does with a release: make support VLLM=0.33.0 [OUT=dir]
 	@$(PYTHON) tools/support.py $(or $(VLLM),$(error say which: make support VLLM=x.y.z)) $(if $(OUT),--out $(OUT))
+
+doctor: setup ## Check a drafter: make doctor DRAFTER=dir TARGET=dir VLLM=0.33.0 [FORMAT=json] [DIALECT=vllm]
+	@$(PYTHON) tools/doctor.py "$(DRAFTER)" "$(TARGET)" "$(VLLM)" --format $(or $(FORMAT),text) --dialect $(or $(DIALECT),auto)
 
 lock: setup ## Resolve the control environment's requirements again
 	@embedded/setup.sh lock

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The tests, cheapest first.
 #   run.sh [--all]          lint, unit, contract and the Molecule scenarios; --all adds the long ones
-#   run.sh lint|unit|contract|scenarios
+#   run.sh lint|unit|contract|scenarios|locks
 #   run.sh scenario NAME    one Molecule scenario
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -52,8 +52,23 @@ scenarios() {
   for name in default; do scenario "$name"; done
 }
 
+# Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.
+locks() {
+  local name environment
+  environment=$(mktemp -d -p "${AERIE_STATE:-/var/tmp/aerie}" locks.XXXXXX)
+  trap 'rm -rf "$environment"' EXIT
+  for name in vllm-0.33.0-cu130-py312 vllm-0.17.1-cu128-py312; do
+    say "lock $name"
+    uv venv -q --clear --python 3.12 --no-python-downloads "$environment/venv"
+    uv pip sync --python "$environment/venv" --cache-dir "$environment/cache" --require-hashes "requirements/$name.txt"
+    python tests/locks/check_environment.py "$environment/venv"
+  done
+  rm -rf "$environment"
+}
+
 case ${1:-} in
-  "" | --all) lint; unit; contract; scenarios ;;
+  "") lint; unit; contract; scenarios ;;
+  --all) lint; unit; contract; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac

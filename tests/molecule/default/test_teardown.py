@@ -16,6 +16,6 @@ def test_teardown(playbook: Callable[..., Run]) -> None:
 
     assert playbook("playbooks/teardown.yml", confirm="yes").messages == ""
     assert on_host(LEFT) == ""
-    assert on_host("pgrep --full vllm || true") == ""
+    assert on_host("pgrep --full '[v]llm' || true") == ""
     assert on_host("getent passwd vllm || true") == ""
     assert sum(playbook("playbooks/teardown.yml", confirm="yes").changed.values()) == 0

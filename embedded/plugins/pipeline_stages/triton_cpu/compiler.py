@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton.backends.compiler
+from triton.backends.compiler import BaseBackend, GPUTarget
 
 
-class InterpreterBackend(triton.backends.compiler.BaseBackend):
+class InterpreterBackend(BaseBackend):
     @staticmethod
-    def supports_target(target: Any) -> bool:
+    def supports_target(target: GPUTarget) -> bool:
         return bool(target.backend == "cpu")
 
     def hash(self) -> str:

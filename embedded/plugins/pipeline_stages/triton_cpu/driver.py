@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import torch
-import triton.backends.compiler
-import triton.backends.driver
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
 
 
-class InterpreterDriver(triton.backends.driver.DriverBase):
+class InterpreterDriver(DriverBase):
     @classmethod
     def is_active(cls) -> bool:
         return True
@@ -18,13 +18,13 @@ class InterpreterDriver(triton.backends.driver.DriverBase):
     def map_python_to_cpp_type(self, ty: str) -> str:
         raise NotImplementedError("the interpreter compiles nothing")
 
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cpu", 0, 0)
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cpu", 0, 0)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def get_benchmarker(self) -> Any:
+    def get_benchmarker(self) -> NoReturn:
         raise NotImplementedError("the interpreter is not for measuring")
 
     def get_current_device(self) -> int:
