@@ -171,7 +171,7 @@ def have_environment(python: str) -> None:
     free_gb = shutil.disk_usage(STATE).free / 1e9
     if free_gb < NEEDED_GB:
         raise ProofError(f"{STATE} needs {NEEDED_GB} GB and has {free_gb:.1f}: make room, or set AERIE_STATE")
-    say(f"installing vLLM {VLLM} for CPUs into {ENVIRONMENT}: 4 GB to download unless uv has it, 8 GB on disk")
+    say(f"installing vLLM {VLLM} for CPUs into {ENVIRONMENT}: 4.5 GB to download unless uv has it, 8 GB on disk")
     uv = (sys.executable, "-m", "uv")
     try:
         output(*uv, "venv", "--clear", "--python", python, ENVIRONMENT)

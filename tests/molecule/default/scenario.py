@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scenario's hosts, looked at from outside, and how a playbook ended on them."""
+"""A pytest plugin: playbooks run on the scenario's hosts as a user would, and the hosts looked at from outside."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ansible_runner
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +25,30 @@ class Run:
     status: str
     messages: str
     changed: dict[str, int]
+
+
+@pytest.fixture
+def playbook(tmp_path: Path) -> Callable[..., Run]:
+    """Return a function that runs a playbook with extra variables, through ansible-runner."""
+
+    def run(name: str, inventories: tuple[Path, ...] = (), limit: str = "", **variables: object) -> Run:
+        result = ansible_runner.run(
+            private_data_dir=str(tmp_path),
+            project_dir=str(ROOT),
+            playbook=name,
+            inventory=[str(INVENTORY), *map(str, inventories)],
+            limit=limit or None,
+            extravars=variables,
+            envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
+            quiet=True,
+        )
+        events = list(result.events)
+        failures = [event["event_data"]["res"] for event in events if event["event"] == "runner_on_failed"]
+        (stats,) = [event["event_data"] for event in events if event["event"] == "playbook_on_stats"]
+        messages = "\n".join(str(failure.get("msg", "")) for failure in failures)
+        return Run(result.status, messages, stats["changed"])
+
+    return run
 
 
 def on_host(command: str, host: str = "rot") -> str:

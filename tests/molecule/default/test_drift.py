@@ -9,7 +9,7 @@ from scenario import Run, on_host
 
 SITE_PACKAGES = "/opt/aerie/current/venv/lib/python3.11/site-packages"
 EDITED = {
-    f"{SITE_PACKAGES}/vllm/model_executor/models/deepseek_v2.py": "vllm/model_executor/models/deepseek_v2.py was edited",
+    f"{SITE_PACKAGES}/vllm/model_executor/models/deepseek_v2.py": "models/deepseek_v2.py was edited",
     f"{SITE_PACKAGES}/torch/version.py": "torch/version.py was edited",
     "/opt/aerie/current/serve.yaml": "a file of /opt/aerie/releases/",
     "/etc/systemd/system/vllm.service": "/etc/systemd/system/vllm.service is not the unit of release",
