@@ -11,7 +11,10 @@ BIN := .venv/bin
 PYTHON := $(BIN)/python
 DEMO := inventory/local
 SCENARIO ?= default
-export PROMPT ?= Hello
+# As it was typed, dollar signs and all.
+PROMPT ?= Hello
+override PROMPT := $(value PROMPT)
+export PROMPT
 
 export AERIE_STATE := $(STATE)
 export AERIE_CACHE := $(STATE)/cache
@@ -72,7 +75,7 @@ support: setup ## Say what Aerie does with a release: make support VLLM=0.33.0 [
 	@$(PYTHON) tools/support.py $(or $(VLLM),$(error say which: make support VLLM=x.y.z)) $(if $(OUT),--out $(OUT))
 
 doctor: setup ## Check a drafter: make doctor DRAFTER=dir TARGET=dir VLLM=0.33.0 [FORMAT=json] [DIALECT=vllm]
-	@$(PYTHON) tools/doctor.py "$(DRAFTER)" "$(TARGET)" "$(VLLM)" --format $(or $(FORMAT),text) --dialect $(or $(DIALECT),auto)
+	@$(PYTHON) tools/doctor.py "$(or $(DRAFTER),$(error say which: DRAFTER=dir TARGET=dir VLLM=x.y.z))" "$(TARGET)" "$(VLLM)" --format $(or $(FORMAT),text) --dialect $(or $(DIALECT),auto)
 
 # PYTHON312: a Python 3.12 that uv does not find by itself.
 proof-interface: setup ## Prove eagle3-interface on the real vLLM 0.17.1 (8 GB, 10 minutes)

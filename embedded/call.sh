@@ -8,7 +8,8 @@ vault=$inventory/group_vars/inference/vault.yml
 fail() { printf 'make: %s\n' "$*" >&2; exit 1; }
 
 [ -r "$vault" ] && [ -r "$ANSIBLE_VAULT_PASSWORD_FILE" ] || fail "there is no demo here: run make demo"
-key=$(sed -n '/ANSIBLE_VAULT/,$p' "$vault" | tr -d ' ' | ansible-vault decrypt 2>/dev/null)
+key=$(sed -n '/ANSIBLE_VAULT/,$p' "$vault" | tr -d ' ' | ansible-vault decrypt 2>/dev/null) ||
+  fail "the demo's key cannot be decrypted: run make demo"
 address=$(awk '/ansible_host:/ { print $2; exit }' "$inventory/hosts.yml")
 model=$(awk '/^vllm_service_model_name:/ { print $2 }' "$inventory/group_vars/inference/service.yml")
 request=$(MODEL=$model python3 -c '

@@ -9,7 +9,7 @@ machine's bridge and nothing else. Which hosts there are, and their addresses, i
     cluster.py up INVENTORY             boot the inventory's hosts that do not run
     cluster.py down INVENTORY           remove the inventory's hosts
     cluster.py warm INVENTORY LAYER     power the one host off and keep its /opt as image layer LAYER
-    cluster.py purge                    remove every host, the images and the state directory
+    cluster.py purge                    remove every host, the images and all else that was made for them
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ import yaml
 
 STATE = Path(os.environ.get("AERIE_STATE", "/var/tmp/aerie"))
 SUITE = os.environ.get("AERIE_EMBEDDED_SUITE", "bookworm")
+# All that this program and prepare.py make in STATE.
+OWN = ("hosts", "image", "cache", "models", "key", "key.pub", "known_hosts", "vault-password", "lock")
 NSPAWN_RUNTIME = Path("/run/systemd/nspawn")
 # What a minimal server has; the rest of a host is what Aerie itself puts there.
 PACKAGES = (
@@ -203,7 +205,7 @@ def build_image() -> Path:
     if image.exists():
         return image
     if shutil.which("mmdebstrap") is None or shutil.which("systemd-nspawn") is None:
-        raise ClusterError("mmdebstrap or systemd-nspawn is missing: run `make setup` as root")
+        raise ClusterError("mmdebstrap or systemd-nspawn is missing: run `make embedded` as root")
     say(f"building the Debian {SUITE} image (about a minute)")
     image.parent.mkdir(parents=True, exist_ok=True)
     partial = image.with_suffix(".partial")
@@ -500,9 +502,13 @@ def purge() -> None:
     with locked():
         homes = (STATE / "hosts").glob("*")
         remove_all([Host(home.name, ipaddress.IPv4Address((home / "address").read_text()), ()) for home in homes])
-    say(f"removing {STATE}")
-    run("rm", "-rf", "--one-file-system", str(STATE))
-    say(f"{STATE} is removed")
+        say(f"removing what is in {STATE}")
+        for name in OWN:
+            run("rm", "-rf", "--one-file-system", str(STATE / name))
+    attempt("umount", str(NSPAWN_RUNTIME))
+    # What else is there is not ours.
+    with contextlib.suppress(OSError):
+        STATE.rmdir()
 
 
 def main() -> int:

@@ -51,19 +51,27 @@ def environment_layer() -> None:
 
 def api_key() -> None:
     """Make an API key for the demo, encrypted with Ansible Vault, and the vault's password beside the other state."""
-    if VAULT.exists() and VAULT_PASSWORD.exists():
+    # Other checkouts share the password: it is made once.
+    if not VAULT_PASSWORD.exists():
+        VAULT_PASSWORD.touch(mode=0o600)
+        VAULT_PASSWORD.write_text(secrets.token_urlsafe(32) + "\n")
+    if VAULT.exists() and vault(VAULT.read_text().partition("!vault |")[2].replace(" ", "").lstrip(), "decrypt"):
         return
-    VAULT_PASSWORD.touch(mode=0o600)
-    VAULT_PASSWORD.write_text(secrets.token_urlsafe(32) + "\n")
+    encrypted = vault(f"sk-{secrets.token_urlsafe(32)}", "encrypt_string", "--stdin-name", "vault_demo_key")
+    VAULT.write_text(f"---\n{encrypted}")
+
+
+def vault(text: str, *arguments: str) -> str:
+    """Return what ansible-vault makes of ``text``; nothing if the password is another."""
     result = subprocess.run(
-        [str(Path(sys.executable).parent / "ansible-vault"), "encrypt_string", "--stdin-name", "vault_demo_key"],
-        input=f"sk-{secrets.token_urlsafe(32)}",
+        [str(Path(sys.executable).parent / "ansible-vault"), *arguments],
+        input=text,
         env={**os.environ, "ANSIBLE_VAULT_PASSWORD_FILE": str(VAULT_PASSWORD)},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    VAULT.write_text(f"---\n{result.stdout}")
+    return result.stdout if result.returncode == 0 else ""
 
 
 def main() -> None:

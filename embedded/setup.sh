@@ -7,6 +7,8 @@
 #   setup.sh lock      resolve the control environment again
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# The Makefile puts .venv first, which is what is made anew here.
+PATH=${PATH//"$PWD/.venv/bin:"/}
 state=${AERIE_STATE:-/var/tmp/aerie}
 needed_mb=14000
 
@@ -28,7 +30,7 @@ install_packages() {
     dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
   done
   [ ${#missing[@]} -gt 0 ] || return 0
-  need_root
+  [ "$(id -u)" = 0 ] || fail "${missing[*]} must be installed, which needs root: install it, or run this as root"
   need_apt "${missing[@]}"
   say "installing ${missing[*]}"
   if ! { apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
@@ -38,8 +40,9 @@ install_packages() {
 }
 
 control() {
-  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    fail "python3 is $(python3 --version 2>&1 || echo missing): Aerie needs Python 3.11 or newer"
+  command -v python3 >/dev/null || fail "there is no python3: Aerie needs Python 3.11 or newer"
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "python3 is $(python3 --version): Aerie needs Python 3.11 or newer"
   # Debian's python3 cannot make environments until its venv package is there.
   python3 -c 'import ensurepip' 2>/dev/null || install_packages python3-venv
   command -v ssh >/dev/null || install_packages openssh-client
@@ -52,8 +55,10 @@ control() {
   }
   # uv does not read pip's configuration.
   local index
-  index=$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)
-  .venv/bin/uv pip sync -q --python .venv --require-hashes ${index:+--default-index "$index"} requirements/test.txt ||
+  index=${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
+  [ -z "$index" ] || export UV_DEFAULT_INDEX=$index
+  say "installing requirements/test.txt"
+  .venv/bin/uv pip sync -q --python .venv --require-hashes requirements/test.txt ||
     fail "uv could not install requirements/test.txt: is there a network?"
   cp requirements/test.txt .venv/requirements.txt
 }
@@ -62,14 +67,16 @@ cluster() {
   need_root
   local directory free_mb
   mkdir -p "$state"
-  free_mb=$(df --output=avail -m "$state" | tail -n 1)
-  [ -d "$state/image" ] || [ "$free_mb" -ge "$needed_mb" ] ||
+  free_mb=$(($(df --output=avail -m "$state" | tail -n 1)))
+  # The layer with the environment is the large part, and the last.
+  compgen -G "$state/image/*.lock" >/dev/null || [ "$free_mb" -ge "$needed_mb" ] ||
     fail "$state needs $needed_mb MB and its file system has $free_mb MB free: make room, or set AERIE_STATE to another directory"
   install_packages mmdebstrap systemd-container iproute2 openssh-client procps curl ca-certificates
 }
 
 down() {
   need_root
+  [ -x .venv/bin/python ] || control
   .venv/bin/python embedded/cluster.py purge
   rm -f inventory/local/group_vars/inference/vault.yml
 }

@@ -46,6 +46,10 @@ options:
       - The text and not the file, which in check mode still has the old ones.
     type: str
     default: ''
+  restart:
+    description: Restart the service even if it runs this release, since files of it were repaired.
+    type: bool
+    default: false
   deployment:
     description: The id of the run over the fleet, for the ledger.
     type: str
@@ -123,6 +127,7 @@ ARGUMENT_SPEC = {
     "id": {"type": "str"},
     "unit": {"type": "path", "default": "/etc/systemd/system/vllm.service"},
     "settings": {"type": "str", "default": ""},
+    "restart": {"type": "bool", "default": False},
     "deployment": {"type": "str", "default": ""},
     "why": {"type": "str", "default": ""},
 }
@@ -159,7 +164,9 @@ def switch(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
         raise ReleaseError(f"release {identity} is not on this host; these are: {known}")
     running = running_service(unit.name)
     wanted = parse_settings(module.params["settings"])
-    as_wanted = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)
+    repaired = module.params["restart"] and running.pid != 0
+    serves = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)
+    as_wanted = serves and not repaired
     if not as_wanted and not module.check_mode:
         previous = releases.current()
         systemctl(module, "stop", unit.name, missing_is_fine=True)
@@ -168,6 +175,8 @@ def switch(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
         entry = {"deployment": module.params["deployment"], "action": "activate", "why": module.params["why"]}
         releases.append_to_ledger({**entry, "from": previous, "to": identity})
         systemctl(module, "daemon-reload")
+        # A release that failed to start may have used up the starts that systemd allows.
+        systemctl(module, "reset-failed", unit.name, may_fail=True)
         systemctl(module, "enable", unit.name)
         systemctl(module, "start", "--no-block", unit.name)
     before = f"release {running.release or 'none'} runs\n"
@@ -179,10 +188,10 @@ def switch(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
     }
 
 
-def systemctl(module: AnsibleModule, *arguments: str, missing_is_fine: bool = False) -> None:
+def systemctl(module: AnsibleModule, *arguments: str, missing_is_fine: bool = False, may_fail: bool = False) -> None:
     result = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, check=False)
     # 5: there is no such unit, before the first deploy
-    if result.returncode and not (missing_is_fine and result.returncode == 5):
+    if result.returncode and not may_fail and not (missing_is_fine and result.returncode == 5):
         module.fail_json(msg=f"systemctl {' '.join(arguments)} failed: {result.stderr.strip()}")
 
 

@@ -49,12 +49,13 @@ scenarios() {
   fi
   embedded/setup.sh cluster
   local name
-  for name in default; do scenario "$name"; done
+  for name in default stages; do scenario "$name"; done
 }
 
 # Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.
 locks() {
-  local name environment
+  local name
+  mkdir -p "${AERIE_STATE:-/var/tmp/aerie}"
   environment=$(mktemp -d -p "${AERIE_STATE:-/var/tmp/aerie}" locks.XXXXXX)
   trap 'rm -rf "$environment"' EXIT
   for name in vllm-0.33.0-cu130-py312 vllm-0.17.1-cu128-py312; do
@@ -68,7 +69,7 @@ locks() {
 
 case ${1:-} in
   "") lint; unit; contract; scenarios ;;
-  --all) lint; unit; contract; scenarios; locks ;;
+  --all) export STAGES_COMPILED=1; lint; unit; contract; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac

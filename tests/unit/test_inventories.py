@@ -230,6 +230,9 @@ def unknown(names: set[str]) -> set[str]:
 def test_what_a_file_reads_and_sets_exists(path: Path) -> None:
     data = load(path)
     set_here = assigned(data, path)
+    # A scenario's playbooks run on its own inventory.
+    for inventory in path.parent.glob("inventory/hosts.yml"):
+        set_here |= assigned(load(inventory), inventory)
     # A playbook's comment says what to give it with -e.
     asked_for = set(re.findall(r"-e (\w+)=", path.read_text())) | {"now"}  # which is a function of Ansible's
     assert unknown(used(data) - set_here - asked_for) == set()

@@ -438,7 +438,13 @@ def test_a_unit_without_a_process_runs_nothing(host: Host) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- switch
 
-START = ["stop vllm.service", "daemon-reload", "enable vllm.service", "start --no-block vllm.service"]
+START = [
+    "stop vllm.service",
+    "daemon-reload",
+    "reset-failed vllm.service",
+    "enable vllm.service",
+    "start --no-block vllm.service",
+]
 
 
 def test_the_first_activation_starts_the_service(host: Host) -> None:
