@@ -43,8 +43,10 @@ NSPAWN_RUNTIME = Path("/run/systemd/nspawn")
 # What a minimal server has; the rest of a host is what Aerie itself puts there.
 PACKAGES = (
     "systemd,systemd-sysv,dbus,libpam-systemd,openssh-server,python3,sudo,iproute2,iputils-ping,procps,"
-    "ca-certificates,curl,less,libnuma1"
+    "ca-certificates,curl,less,libnuma1,python3-apt,haproxy,nftables,iperf3"
 )
+# Their packages enable them, and only the hosts of one role run them.
+DISABLED_UNITS = ("haproxy.service",)
 # They make no sense in a container, or only add noise and time to its boot.
 MASKED_UNITS = (
     "apt-daily.timer",
@@ -178,7 +180,7 @@ def read_inventory(path: Path) -> list[Host]:
 
 def image_directory() -> Path:
     """Return where the Debian image is; another recipe is another directory."""
-    recipe = json.dumps([SUITE, PACKAGES, MASKED_UNITS, SSHD_CONFIG])
+    recipe = json.dumps([SUITE, PACKAGES, DISABLED_UNITS, MASKED_UNITS, SSHD_CONFIG])
     return STATE / "image" / f"{SUITE}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
@@ -248,6 +250,7 @@ def prepare_root(root: Path) -> None:
     (root / "etc/sudoers.d/ansible").write_text("ansible ALL=(ALL) NOPASSWD:ALL\n")
     (root / "etc/sudoers.d/ansible").chmod(0o440)
     (root / "etc/ssh/sshd_config.d/aerie.conf").write_text(SSHD_CONFIG)
+    run("chroot", str(root), "systemctl", "disable", *DISABLED_UNITS)
     for unit in MASKED_UNITS:
         (root / "etc/systemd/system" / unit).symlink_to("/dev/null")
     journal = root / "etc/systemd/journald.conf.d"

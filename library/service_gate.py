@@ -10,13 +10,17 @@ short_description: Wait until a vLLM service under systemd is ready, or say why 
 description:
   - Ready means that the unit runs, C(/health) answers 200, the expected model id is served, a token was generated, and
     the counters of speculative decoding are there exactly when the release speculates.
-  - While waiting, the phase of the start (starting, loading weights, loading drafter, compiling, capturing graphs,
-    warming up, serving) is read from the journal of this very start.
+  - While waiting, the phase of the start (starting, downloading, loading weights, loading drafter, compiling, capturing
+    graphs, warming up, serving) is read from the journal of this very start, with percentage, rate and estimate.
+  - How long a start may take follows from its phase, the checkpoint's size and the rate that is measured. One that says
+    nothing new and reads nothing for O(stuck_after_s) is stuck; RV(evidence) then shows what its processes do.
   - Fails at once when the unit failed, was started again, or serves something else; the message holds the root-cause
     line of vLLM's log, not the last line of a wrapped traceback, and the remedy where one is known.
   - The action plugin of the same name repeats short calls until O(budget_s) is used up, and shows the phase on the
     control node at least every 10 seconds.
-  - Changes nothing. Run it as a user who may read the system journal.
+  - Calls the service with a key of the moment, which it makes on the host and whose digest it puts where the service
+    looks (aerie_api_keys.py). No client's key is needed, and none travels.
+  - Changes nothing else. Run it as root.
 options:
   unit:
     description: The systemd unit of the service.
@@ -34,9 +38,14 @@ options:
     description: Whether the release speculates. The counters of speculative decoding must be there exactly then.
     type: bool
     required: true
-  api_key:
-    description: Key to call the service with. It is sent to O(url) only.
+  group:
+    description: The service's group, which may read the digest of the key of the moment.
     type: str
+    default: vllm
+  keys_dir:
+    description: Where the service looks for the digests of such keys.
+    type: path
+    default: /run/aerie/api-keys.d
   budget_s:
     description: Seconds that the service may take to become ready, over all calls.
     type: float
@@ -45,6 +54,18 @@ options:
     description: Seconds that one call may wait, at most 10.
     type: float
     default: 5
+  target_bytes:
+    description: Size of the checkpoint, of which rate and budget are made; 0 if it is not known.
+    type: int
+    default: 0
+  stuck_after_s:
+    description: Seconds without progress after which a start is given up.
+    type: float
+    default: 900
+  moved:
+    description: What an earlier call returned as RV(moved). By default the start has not been watched yet.
+    type: dict
+    default: {}
   start_id:
     description:
       - The start to watch, as an earlier call returned it. A later one is a failure.
@@ -71,7 +92,6 @@ EXAMPLES = r"""
     url: http://127.0.0.1:8000
     model: kimi-k2.5
     speculative: true
-    api_key: "{{ vault_vllm_service_api_key }}"
     budget_s: 3600
 """
 
@@ -91,6 +111,52 @@ percent:
   returned: always
   type: int
   sample: 40
+state:
+  description: C(under way), C(ready), C(stuck) or C(failed).
+  returned: always, but in check mode
+  type: str
+  sample: under way
+done:
+  description: How much of RV(total) is done, where vLLM counts it.
+  returned: always, but in check mode
+  type: int
+  sample: 26
+total:
+  description: The files or graphs of the phase.
+  returned: always, but in check mode
+  type: int
+  sample: 64
+rate:
+  description: Bytes a second that the weights are read with, where it is measured.
+  returned: always, but in check mode
+  type: float
+  sample: 4900000000.0
+left_s:
+  description: The estimate for the rest of the phase, in seconds.
+  returned: always, but in check mode
+  type: float
+  sample: 78.0
+budget_s:
+  description: Seconds that the whole start may take, as far as is known by now; none without a limit.
+  returned: always, but in check mode
+  type: float
+  sample: 4790.0
+evidence:
+  description: What the processes of a stuck start do; with their Python stacks where py-spy is installed.
+  returned: always, but in check mode
+  type: list
+  elements: str
+  sample: ["pid 310 (VLLM::Worker_TP0): state D, waits in the kernel for folio_wait_bit_common"]
+moved:
+  description: When the start last moved on, for the next call.
+  returned: always, but in check mode
+  type: dict
+  sample: {mark: "loading weights, 40 %, 26, 41 lines", at: 83010.2}
+words:
+  description: Phase, percentage, rate and estimate in words.
+  returned: always, but in check mode
+  type: str
+  sample: loading weights 40 % (26 of 64, 4.9 GB/s, about 78 s left)
 elapsed_s:
   description: Seconds since the start of the unit's process.
   returned: always
@@ -128,8 +194,10 @@ journal_tail:
 """
 
 import platform
+from pathlib import Path
 
-from ansible.module_utils.aerie.readiness import Gate
+from ansible.module_utils.aerie.host_key import DIRECTORY, HostKeyError, host_key
+from ansible.module_utils.aerie.readiness import Budget, Gate, Moved, phase_words
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC = {
@@ -137,14 +205,20 @@ ARGUMENT_SPEC = {
     "url": {"type": "str", "required": True},
     "model": {"type": "str", "required": True},
     "speculative": {"type": "bool", "required": True},
-    "api_key": {"type": "str", "no_log": True},
+    "group": {"type": "str", "default": "vllm"},
+    "keys_dir": {"type": "path", "default": str(DIRECTORY), "no_log": False},
     "budget_s": {"type": "float", "default": 1800},
     "window_s": {"type": "float", "default": 5},
+    "target_bytes": {"type": "int", "default": 0},
+    "stuck_after_s": {"type": "float", "default": 900},
+    "moved": {"type": "dict", "default": {}},
     "start_id": {"type": "str", "default": ""},
     "host": {"type": "str", "default": ""},
 }
 
 _LONGEST_WINDOW_S = 10.0
+# Longer than any call; the last answers are waited for.
+_KEY_LIFETIME_S = 300.0
 
 
 def main() -> None:
@@ -159,6 +233,10 @@ def main() -> None:
         module.fail_json(msg=f"budget_s is {params['budget_s']:g}; choose a number of seconds that is not negative.")
     if not params["url"].startswith(("http://", "https://")):
         module.fail_json(msg=f"url is {params['url']}; it must begin with http:// or https://.")
+    try:
+        moved = Moved(str(params["moved"].get("mark", "")), float(params["moved"].get("at", 0.0)))
+    except (TypeError, ValueError):
+        module.fail_json(msg="moved is not what an earlier call returned: leave it out.")
     if module.check_mode:
         module.exit_json(changed=False, skipped=True, ready=None, phase="not started", percent=None, elapsed_s=0.0)
 
@@ -166,18 +244,28 @@ def main() -> None:
         code, out, _ = module.run_command(command, errors="replace")
         return str(out) if code == 0 else ""
 
-    gate = Gate(
-        host=params["host"] or platform.node(),
-        unit=params["unit"],
-        url=params["url"],
-        model=params["model"],
-        speculative=params["speculative"],
-        api_key=params["api_key"],
-        run=run,
-    )
-    status = gate.watch(params["start_id"], min(params["window_s"], params["budget_s"]))
+    try:
+        with host_key(params["group"], Path(params["keys_dir"]), _KEY_LIFETIME_S) as key:
+            # The service may repeat in an answer what it was sent.
+            module.no_log_values.add(key)
+            gate = Gate(
+                host=params["host"] or platform.node(),
+                unit=params["unit"],
+                url=params["url"],
+                model=params["model"],
+                speculative=params["speculative"],
+                api_key=key,
+                run=run,
+                budget=Budget(params["target_bytes"], stuck_after_s=params["stuck_after_s"]),
+                moved=moved,
+            )
+            status = gate.watch(params["start_id"], min(params["window_s"], params["budget_s"]))
+    except HostKeyError as error:
+        module.fail_json(msg=str(error))
     result = status._asdict()
     fault = result.pop("fault")
+    result["moved"] = status.moved._asdict()
+    result["words"] = phase_words(status)
     result["speculation"] = status.speculation._asdict() if status.speculation is not None else None
     if fault is not None:
         module.fail_json(msg=fault, **result)

@@ -50,6 +50,30 @@ options:
     description: Directory for the pristine bytes and the record of what was changed.
     type: path
     default: /opt/aerie
+  unit:
+    description:
+      - The systemd unit that runs the package, where Aerie did not make it. If files change and it runs, it is stopped
+        before and started after, and waited for. If it does not come back, the files are put back as they were, it is
+        started again, and the module fails.
+      - Empty stops nothing.
+    type: str
+    default: ""
+  health_url:
+    description: With O(unit), a URL that answers 200 once it serves. Without one it has to stay up for 5 seconds.
+    type: str
+    default: ""
+  start_budget:
+    description: With O(unit), seconds that a start may take.
+    type: int
+    default: 1800
+  deployment:
+    description: The id of the run over the fleet. With it a change is written into the ledger of O(store).
+    type: str
+    default: ""
+  why:
+    description: Why the files are changed, for the ledger.
+    type: str
+    default: ""
 """
 
 EXAMPLES = r"""
@@ -64,6 +88,15 @@ EXAMPLES = r"""
     package_dir: /opt/aerie/current/venv/lib/python3.12/site-packages/vllm
     state: absent
     store: /opt/aerie
+
+- name: Patch an environment made by hand, while its service is stopped
+  vllm_patch:
+    package_dir: /srv/ml-env/lib/python3.12/site-packages/vllm
+    patch_sets: "{{ rendered }}"
+    unit: my-vllm.service
+    health_url: http://127.0.0.1:8000/health
+    deployment: 20261129T100000Z
+    why: deploy
 """
 
 RETURN = r"""
@@ -78,9 +111,15 @@ sets:
   type: dict
   returned: always
 interrupted:
-  description: Whether an earlier run was interrupted, and this one brings it to its end.
+  description: Whether an earlier run was interrupted, between two files or with O(unit) stopped, and this one brings it
+    to its end.
   type: bool
   returned: when the package is installed
+unit_state:
+  description: What systemd calls the state of O(unit) after the run; empty without one.
+  type: str
+  returned: when the package is installed
+  sample: active
 notes:
   description: What became of an earlier patch, where the files are not what its record says, and warnings of the
     planning with O(patch_sets). Shown as warnings too.
@@ -94,6 +133,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie.adopted import Adopted, UserUnit
 from ansible.module_utils.aerie.files import sha256_bytes
 from ansible.module_utils.aerie.patcher import Move, Patcher, Plan, plan_files
 from ansible.module_utils.aerie.patchset import APPLIED, APPLIES, plan_sets
@@ -108,6 +148,11 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "layer_counts": {"type": "list", "elements": "int", "default": [61]},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "store": {"type": "path", "default": "/opt/aerie"},
+    "unit": {"type": "str", "default": ""},
+    "health_url": {"type": "str", "default": ""},
+    "start_budget": {"type": "int", "default": 1800},
+    "deployment": {"type": "str", "default": ""},
+    "why": {"type": "str", "default": ""},
 }
 
 
@@ -143,17 +188,32 @@ def _run(module: AnsibleModule) -> dict[str, Any]:
     if parameters["patch_sets"]:
         plan, warnings = _planned_here(patcher, package, parameters["patch_sets"], parameters["layer_counts"])
     work = patcher.present(package, plan) if present else patcher.absent(package, plan)
+    unit = _unit(parameters)
+    owed = unit is not None and unit.is_owed()
     if not module.check_mode:
-        patcher.write(work, package)
+        entry = {name: parameters[name] for name in ("deployment", "why")} if parameters["deployment"] else {}
+        # Noting a fact about files that are as wanted stops nothing.
+        Adopted(patcher, package, unit if work.changed or owed else None, entry).change(work)
     patched_now = present and (not module.check_mode or not work.moves)
     return {
-        "changed": work.changed,
+        "changed": work.changed or owed,
         "vllm_version": package.version,
         "sets": _sets(plan, work.moves, APPLIED if patched_now else APPLIES),
-        "interrupted": work.interrupted,
+        "interrupted": work.interrupted or owed,
+        "unit_state": unit.state() if unit else "",
         "notes": [*warnings, *work.notes],
         "diff": _diff(work.moves, package_dir),
     }
+
+
+def _unit(parameters: dict[str, Any]) -> UserUnit | None:
+    name = parameters["unit"]
+    if not name:
+        return None
+    note = Path(parameters["store"]) / f"stopped-{name}"
+    unit = UserUnit(name, parameters["health_url"], parameters["start_budget"], note)
+    unit.refuse_unusable()
+    return unit
 
 
 def _planned_here(

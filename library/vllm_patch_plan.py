@@ -87,6 +87,11 @@ capabilities:
       description: The same for tap ids below C(eagle_config), under Model Runner V1. V2 reads only the top level.
       type: dict
   sample: {pipeline_parallel: {supported: false, reason: the model runner cannot carry EAGLE-3 taps ...}}
+stock:
+  description: The same questions of the release as it is, without any patch set; as M(vllm_facts) answers them.
+  type: dict
+  returned: always
+  sample: {interface: native, taps: native, pipeline: missing}
 proof:
   description: Symbolic cases run and passed, and a summary line.
   type: dict
@@ -102,6 +107,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie.facts import capabilities as stock_capabilities
 from ansible.module_utils.aerie.files import sha256_bytes
 from ansible.module_utils.aerie.patchset import SetPlan, plan_sets
 from ansible.module_utils.aerie.source import Refusal
@@ -137,6 +143,7 @@ def main() -> None:
         sets={one.name: _describe(one) for one in plans},
         plan=selection.plan,
         capabilities={name: dataclasses.asdict(one) for name, one in selection.capabilities.items()},
+        stock={name: one["state"] for name, one in stock_capabilities(package.read).items()},
         proof=_proof(plans),
         patch=patch,
         diff={"prepared": patch},

@@ -49,7 +49,7 @@ scenarios() {
   fi
   embedded/setup.sh cluster
   local name
-  for name in default stages; do scenario "$name"; done
+  for name in default stages adopted gateway preflight rolling interrupted service; do scenario "$name"; done
 }
 
 # Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.

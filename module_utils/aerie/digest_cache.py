@@ -12,27 +12,33 @@ from pathlib import Path
 from ansible.module_utils.aerie.files import sha256_file, write_atomically
 
 
-def cached_sha256(paths: Iterable[Path], cache: Path | None) -> dict[Path, str]:
+def cached_sha256(paths: Iterable[Path], cache: Path | None, *, remember: bool = True) -> dict[Path, str]:
     """Return the SHA-256 of each of ``paths``, read anew only where device, inode, size or mtime changed.
 
     ``cache`` is a JSON file that is made if need be; one caller at a time works on it, so that many processes that
-    ask for the same file read it once. Without a cache every file is read.
+    ask for the same file read it once. Without a cache every file is read; with ``remember`` off it is only looked at.
     """
     if cache is None:
         return {path: sha256_file(path) for path in paths}
+    if not remember:
+        known = _load(cache)
+        return {path: _known(known, path) or sha256_file(path) for path in paths}
     cache.parent.mkdir(parents=True, exist_ok=True)
     with _locked(cache.with_name(f"{cache.name}.lock")):
         known = _load(cache)
         digests: dict[Path, str] = {}
         entries = dict(known)
         for path in paths:
-            stamp, key = _stamp(path), str(path.resolve())
-            entry = known.get(key)
-            digests[path] = entry["sha256"] if entry and entry.get("stamp") == stamp else sha256_file(path)
-            entries[key] = {"stamp": stamp, "sha256": digests[path]}
+            digests[path] = _known(known, path) or sha256_file(path)
+            entries[str(path.resolve())] = {"stamp": _stamp(path), "sha256": digests[path]}
         if entries != known:
             write_atomically(cache, json.dumps(entries, indent=1, sort_keys=True).encode("utf-8"))
     return digests
+
+
+def _known(entries: dict[str, dict[str, str]], path: Path) -> str:
+    entry = entries.get(str(path.resolve()), {})
+    return entry["sha256"] if entry.get("stamp") == _stamp(path) else ""
 
 
 def _stamp(path: Path) -> str:

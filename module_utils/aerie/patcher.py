@@ -78,6 +78,11 @@ class Work:
         """Tell whether the package changes, or an interrupted change is brought to its end."""
         return bool(self.moves) or self.interrupted
 
+    def undone(self) -> Work:
+        """Return the work that takes this one back, once it is done."""
+        moves = [Move(move.path, move.after, move.before) for move in self.moves]
+        return Work(moves, [], [], self.outcome, self.intent, self.before)
+
 
 def plan_files(plan: Plan) -> list[FileVersions]:
     """Unpack the files of a plan made by ``patchset.make_plan``; refuse one whose bytes are not what it says."""

@@ -3,6 +3,8 @@
 
 Ready means: the unit runs, /health is 200, the expected model id is served, a token was generated, and the counters of
 speculative decoding are there exactly when the release speculates.
+
+How long that may take follows from what the start does (`Budget`); a start that does nothing for long is stuck.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ansible.module_utils.aerie import vllm_log
+from ansible.module_utils.aerie.evidence import bytes_read, stack_lines
 
 # What `systemctl show` is asked for.
 UNIT_PROPERTIES = (
@@ -37,8 +40,9 @@ UNIT_PROPERTIES = (
     "ControlGroup",
 )
 
-# Between two looks at a service that is not ready, and between two readings of its counters; seconds.
+# Between two looks at a service that is not ready, at its log, and between two readings of its counters; seconds.
 _POLL_S = 0.5
+_LOG_S = 5.0
 _SETTLE_S = 0.1
 _SETTLE_LIMIT_S = 2.0
 # /health is answered without the engine: no answer for so long means that nothing serves it.
@@ -90,6 +94,78 @@ class Unit(NamedTuple):
     control_group: str
 
 
+# What a start may take besides reading weights, in seconds: a cold disk under thousands of Python files, kernels that
+# are compiled for the first time, graphs for many batch sizes. Far more than they need, since a start that does nothing
+# is found by `stuck_after_s`.
+_ALLOWED_S = {
+    vllm_log.STARTING: 600.0,
+    vllm_log.LOADING_DRAFTER: 300.0,
+    vllm_log.COMPILING: 1800.0,
+    vllm_log.CAPTURING: 900.0,
+    vllm_log.WARMING_UP: 900.0,
+}
+# Until it is measured: a network file system that several hosts read at once. Bytes a second.
+_SLOW_READ = 100e6
+_READ_MARGIN = 1.5
+_READ_SLACK_S = 60.0
+
+
+class Budget(NamedTuple):
+    """How long a start may take.
+
+    ``target_bytes`` is the size of the checkpoint, 0 if it is not known. ``limit_s`` is never exceeded. A start that
+    makes no progress for ``stuck_after_s`` is stuck.
+    """
+
+    target_bytes: int = 0
+    limit_s: float = float("inf")
+    stuck_after_s: float = 900.0
+
+    def total_s(self, progress: vllm_log.Progress) -> float:
+        """Return the seconds that a start may take from its beginning to its first token."""
+        if progress.phase == vllm_log.DOWNLOADING:
+            return self.limit_s
+        return min(self.limit_s, sum(_ALLOWED_S.values()) + self._reading_s(progress))
+
+    def _reading_s(self, progress: vllm_log.Progress) -> float:
+        """Return what reading the weights took, or may take: as measured, otherwise by their size."""
+        if progress.loaded_s is not None:
+            return progress.loaded_s
+        if progress.phase == vllm_log.LOADING and progress.fraction and progress.bar_s:
+            return progress.bar_s / progress.fraction * _READ_MARGIN + _READ_SLACK_S
+        return self.target_bytes / _SLOW_READ + _READ_SLACK_S
+
+    def rate(self, progress: vllm_log.Progress) -> float | None:
+        """Return the bytes a second that the weights are read with, None where it is not measured."""
+        if progress.phase == vllm_log.LOADING and progress.fraction and progress.bar_s and self.target_bytes:
+            return self.target_bytes * progress.fraction / progress.bar_s
+        return None
+
+
+def phase_left_s(progress: vllm_log.Progress) -> float | None:
+    """Return the seconds until the phase is over at its pace so far, None where its bar does not tell."""
+    if not progress.fraction or not progress.bar_s:
+        return None
+    return progress.bar_s * (1 - progress.fraction) / progress.fraction
+
+
+class Moved(NamedTuple):
+    """What a start had done when it last moved on (``mark``), and when that was on the monotonic clock."""
+
+    mark: str = ""
+    at: float = 0.0
+
+
+_DEFAULT_BUDGET = Budget()
+_NOT_YET = Moved()
+
+# What a start is, as Status.state says it.
+UNDER_WAY = "under way"
+READY = "ready"
+STUCK = "stuck"
+FAILED = "failed"
+
+
 class Speculation(NamedTuple):
     """Counters of speculative decoding, summed over engines; ``accepted_per_position`` from draft position 0."""
 
@@ -119,6 +195,10 @@ class Status(NamedTuple):
     ``percent`` belongs to ``phase`` and is None where vLLM reports none. ``elapsed_s`` counts from the start of the
     unit's process. ``speculation`` is what one request of the gate moved (other requests at that moment count too),
     None without speculation. ``tap_ids_logged`` are the tap ids that vLLM's log names, None where it names none.
+    ``state`` is UNDER_WAY, READY, STUCK or FAILED; the last two have a fault. ``done`` of ``total`` is what the phase's
+    bar counts, ``rate`` is in bytes a second, ``left_s`` the estimate for the rest of the phase, ``budget_s`` what the
+    whole start may take (None: any time). ``evidence`` shows what the processes of a stuck start do. ``moved`` is for a
+    later Gate that goes on watching.
     """
 
     ready: bool
@@ -131,6 +211,14 @@ class Status(NamedTuple):
     speculation: Speculation | None
     tap_ids_logged: list[int] | None
     journal_tail: list[str]
+    state: str = UNDER_WAY
+    done: int | None = None
+    total: int | None = None
+    rate: float | None = None
+    left_s: float | None = None
+    budget_s: float | None = None
+    evidence: tuple[str, ...] = ()
+    moved: Moved = _NOT_YET
 
 
 class _Probe(NamedTuple):
@@ -286,11 +374,25 @@ def _number(text: str) -> float | None:
     return value if value < float("inf") else None
 
 
+def phase_words(status: Status) -> str:
+    """Say how far a start is: `loading weights 40 % (26 of 64, 4.9 GB/s, about 78 s left)`."""
+    words = status.phase if status.percent is None else f"{status.phase} {status.percent} %"
+    details = []
+    if status.done is not None and status.total is not None:
+        details.append(f"{status.done} of {status.total}")
+    if status.rate is not None:
+        details.append(f"{status.rate / 1e9:.1f} GB/s" if status.rate >= 1e8 else f"{status.rate / 1e6:.1f} MB/s")
+    if status.left_s is not None and status.percent != 100:
+        details.append(f"about {status.left_s:.0f} s left")
+    return f"{words} ({', '.join(details)})" if details else words
+
+
 class Gate:
     """Watches one service from its own host until it is ready: unit, journal, endpoints.
 
     ``run`` executes an argument list and returns its standard output, "" where it fails. ``url`` is the service's root,
-    without a trailing slash; ``host`` is the name that messages use.
+    without a trailing slash; ``host`` is the name that messages use. ``moved`` is what an earlier Gate saw of this
+    start, where one watched it.
     """
 
     def __init__(
@@ -302,6 +404,8 @@ class Gate:
         speculative: bool,
         api_key: str | None,
         run: Callable[[list[str]], str],
+        budget: Budget = _DEFAULT_BUDGET,
+        moved: Moved = _NOT_YET,
     ) -> None:
         self._host = host
         self._unit = unit
@@ -311,6 +415,8 @@ class Gate:
         self._model = model
         self._speculative = speculative
         self._run = run
+        self._budget = budget
+        self._moved = moved
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -321,9 +427,10 @@ class Gate:
         """Wait up to ``window_s`` seconds for readiness, less if the service is ready or cannot become so.
 
         ``start_id`` is the start to watch, as an earlier call reported it; "" takes the one that is under way, and
-        any later start then counts as a failure.
+        any later start then counts as a failure. A start that is stuck, or takes longer than its budget, is at fault.
         """
         deadline = time.monotonic() + window_s
+        next_reading = time.monotonic() + _LOG_S
         while True:
             unit = self._show()
             watched = start_id or unit.start_id
@@ -331,8 +438,12 @@ class Gate:
             if fault is not None:
                 return self._stopped(unit, watched, fault)
             probe = self._probe(unit, deadline)
-            if probe.ready or probe.fault or time.monotonic() >= deadline:
-                return self._status(unit, watched, probe)
+            over = time.monotonic() >= deadline
+            if probe.ready or probe.fault or over or time.monotonic() >= next_reading:
+                status = self._status(unit, watched, probe)
+                if over or status.state != UNDER_WAY:
+                    return status
+                next_reading = time.monotonic() + _LOG_S
             start_id = watched
             time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
 
@@ -360,18 +471,54 @@ class Gate:
 
     def _status(self, unit: Unit, start_id: str, probe: _Probe, lines: list[str] | None = None) -> Status:
         lines = self._journal(start_id) if lines is None else lines
-        phase = vllm_log.Phase(vllm_log.SERVING, None) if probe.ready else vllm_log.read_phase(lines)
-        return Status(
+        progress = vllm_log.Progress(vllm_log.SERVING) if probe.ready else vllm_log.read_progress(lines)
+        elapsed_s = time.monotonic() - unit.started_at if unit.started_at is not None else 0.0
+        budget_s = self._budget.total_s(progress)
+        status = Status(
             ready=probe.ready,
             fault=probe.fault,
-            phase=phase.name,
-            percent=phase.percent,
-            elapsed_s=round(time.monotonic() - unit.started_at, 1) if unit.started_at is not None else 0.0,
+            phase=progress.phase,
+            percent=progress.percent,
+            elapsed_s=round(elapsed_s, 1),
             start_id=start_id,
             restarts=unit.restarts,
             speculation=probe.speculation,
             tap_ids_logged=vllm_log.tap_ids(lines),
             journal_tail=[line.strip("\r")[:_MAX_REASON] for line in lines if line.strip()][-_TAIL_LINES:],
+            state=READY if probe.ready else FAILED if probe.fault else UNDER_WAY,
+            done=progress.done,
+            total=progress.total,
+            rate=self._budget.rate(progress),
+            left_s=phase_left_s(progress),
+            budget_s=budget_s if budget_s < float("inf") else None,
+        )
+        return status if status.state != UNDER_WAY else self._patient(unit, progress, status)
+
+    def _patient(self, unit: Unit, progress: vllm_log.Progress, status: Status) -> Status:
+        """Return ``status``, with a fault if the start is given up."""
+        mark = f"{status.start_id}: {progress.mark}, {bytes_read(unit.control_group) >> 20} MiB"
+        now = time.monotonic()
+        if mark != self._moved.mark:
+            self._moved = Moved(mark, now)
+        still_s = now - self._moved.at
+        last = status.journal_tail[-1] if status.journal_tail else "none"
+        if still_s >= self._budget.stuck_after_s:
+            reason = (
+                f"is stuck at {phase_words(status)}: for {still_s:.0f} s its log said nothing new and it read nothing. "
+                f"Its last line: {last}. See what its processes do (evidence), or raise vllm_service_stuck_after."
+            )
+        elif status.budget_s is not None and status.elapsed_s > status.budget_s:
+            reason = (
+                f"is at {phase_words(status)} after {status.elapsed_s:.0f} s, and its start may take "
+                f"{status.budget_s:.0f} s. If it still makes progress, raise vllm_service_start_budget."
+            )
+        else:
+            return status._replace(moved=self._moved)
+        return status._replace(
+            state=STUCK,
+            fault=f"vLLM on {self._host} {reason}",
+            evidence=tuple(stack_lines(unit.control_group, self._run)),
+            moved=self._moved,
         )
 
     def _probe(self, unit: Unit, deadline: float) -> _Probe:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from ansible.module_utils.aerie.files import sha256_bytes, sync_directory, write_atomically
 
 ID_LENGTH = 16
+_DOOMED = ".removed-"
 _IN_PROCESS = re.compile(rf"/releases/([0-9a-f]{{{ID_LENGTH}}})/venv/")
 
 
@@ -76,13 +79,71 @@ class Releases:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(directory / name, data)
 
+    def complete(self, identity: str, request: Mapping[str, str]) -> bool:
+        """Note that a release is wholly staged, and for which ``request``: digests of all that it was planned from.
+
+        Return whether there was anything new to note. The request says nothing about the release's content: another one
+        may well lead to the same release.
+        """
+        note = {"request": dict(request), "environment": stat_digest(self.path(identity) / "venv")}
+        if self.completion(identity) == note:
+            return False
+        self._note_path(identity).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._note_path(identity), canonical(note))
+        return True
+
+    def completion(self, identity: str) -> dict[str, Any]:
+        """Return what ``complete`` noted, or nothing for a release that is not wholly staged."""
+        try:
+            note = json.loads(_read(self._note_path(identity)) or b"{}")
+        except ValueError:
+            return {}
+        return note if isinstance(note, dict) and note.keys() == {"request", "environment"} else {}
+
+    def _note_path(self, identity: str) -> Path:
+        return self.root / "staged" / f"{identity}.json"
+
+    def record(self, identity: str) -> dict[str, Any]:
+        """Return the release's own record. Raises ReleaseError, naming what there is instead."""
+        try:
+            record: dict[str, Any] = json.loads((self.path(identity) / "release.json").read_text())
+        except (OSError, ValueError):
+            known = ", ".join(self.identities()) or "none"
+            raise ReleaseError(f"release {identity} is not on this host; these are: {known}") from None
+        return record
+
+    def identities(self) -> list[str]:
+        """Return the ids of the releases on this host, wholly staged or not."""
+        return sorted(path.name for path in (self.root / "releases").glob("*") if not path.name.startswith("."))
+
+    def differences(self, before: str, after: str) -> list[str]:
+        """Return the names of the inputs and files that differ between two releases."""
+        try:
+            old, new = self.record(before), self.record(after)
+        except ReleaseError:
+            return []
+        inputs = {
+            name for name in {*old["inputs"], *new["inputs"]} if old["inputs"].get(name) != new["inputs"].get(name)
+        }
+        files = {
+            name
+            for name in {*old["files"], *new["files"]}
+            if _read(self.path(before) / name) != _read(self.path(after) / name)
+        }
+        return sorted(inputs | files)
+
     def activate(self, identity: str, unit: Path) -> None:
-        """Make a staged release the current one: its unit, then the link. systemd is not told."""
+        """Make a staged release the current one: its unit, then the link. systemd is not told.
+
+        Writes only what is not so already: on a full disk the way back needs no space.
+        """
         source = self.path(identity) / unit.name
         if not source.exists():
             raise ReleaseError(f"release {identity} is not staged on this host: {source} is missing")
         if _read(unit) != source.read_bytes():
             write_atomically(unit, source.read_bytes())
+        if self.current() == identity:
+            return
         temporary = self.root / ".current"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(Path("releases") / identity)
@@ -93,13 +154,67 @@ class Releases:
         """Say whether ``identity`` is current and systemd has its unit."""
         return self.current() == identity and _read(unit) == _read(self.path(identity) / unit.name) is not None
 
-    def previous(self) -> str:
-        """Return the release that served before the current one was activated last, or nothing."""
-        current = self.current()
-        for entry in reversed(self.ledger()):
-            if entry.get("action") == "activate" and entry["to"] == current and entry["from"] != current:
-                return str(entry["from"])
-        return ""
+    def deactivate(self, unit: Path) -> None:
+        """Leave the host without a current release, as before its first."""
+        unit.unlink(missing_ok=True)
+        (self.root / "current").unlink(missing_ok=True)
+        sync_directory(self.root)
+
+    def newest_deployment(self) -> dict[str, str]:
+        """Return the newest deployment that changed what this host serves: its id, ``from`` and ``to``; or nothing.
+
+        One that was restored changed nothing. A deployment may have activated several releases one after the other:
+        ``from`` is what served before the first.
+        """
+        entries = self.ledger()
+        for last in reversed(entries):
+            if last.get("action") != "activate":
+                continue
+            deployment = last["deployment"]
+            same = [entry for entry in entries if entry.get("deployment") == deployment]
+            before = next(entry["from"] for entry in same if entry["action"] == "activate")
+            if before != same[-1]["to"]:
+                return {"deployment": deployment, "from": before, "to": same[-1]["to"]}
+        return {}
+
+    def prune(self, keep: int, protected: Collection[str], check: bool = False) -> list[Path]:
+        """Remove all but the ``keep`` releases that served last, and what nothing in the store refers to then.
+
+        A release that is current, that a process runs, or that is one of ``protected`` stays and counts. Returns what
+        was removed, or with ``check`` what would be.
+        """
+        protected = {self.current(), *protected, *releases_in_use()}
+        # One that was undone did not serve.
+        served = [entry["to"] for entry in self.ledger() if entry.get("action") == "confirm"]
+        # The last to serve first; those that never served are the first to go, the oldest of them last.
+        order = sorted(
+            self.identities(),
+            key=lambda identity: (
+                identity in protected,
+                len(served) - served[::-1].index(identity) if identity in served else 0,
+                self.path(identity).stat().st_mtime,
+            ),
+            reverse=True,
+        )
+        kept = [identity for place, identity in enumerate(order) if place < keep or identity in protected]
+        # Notes first: what is removed in part is not wholly staged.
+        unwanted = sorted(path for path in (self.root / "staged").glob("*.json") if path.stem not in kept)
+        unwanted += [self.path(identity) for identity in order if identity not in kept]
+        try:
+            needed = {self.record(identity)["inputs"].get("drafter", "") for identity in kept}
+        except ReleaseError:
+            # A release that is being staged, or damaged: what it refers to is not known.
+            needed = None
+        if needed is not None:
+            store = (path for path in (self.root / "store").glob("*") if not path.name.startswith("."))
+            unwanted += sorted(path for path in store if path.name not in needed)
+        if not check:
+            for path in unwanted:
+                _remove(path)
+            for path in [*self.root.glob(f"releases/{_DOOMED}*"), *self.root.glob(f"store/{_DOOMED}*")]:
+                # Of a removal that was interrupted.
+                shutil.rmtree(path)
+        return unwanted
 
     def ledger(self) -> list[dict[str, Any]]:
         """Return the ledger's entries, oldest first. A last line that was torn by a crash is left out."""
@@ -119,8 +234,16 @@ class Releases:
             fcntl.flock(stream, fcntl.LOCK_EX)
             end = stream.seek(0, os.SEEK_END)
             torn = end > 0 and os.pread(stream.fileno(), 1, end - 1) != b"\n"
-            stream.write(b"\n" * torn + line)
-            os.fsync(stream.fileno())
+            left = b"\n" * torn + line
+            try:
+                while left:
+                    left = left[stream.write(left) :]
+                os.fsync(stream.fileno())
+            except OSError:
+                # A disk that becomes full takes a part of a line.
+                with contextlib.suppress(OSError):
+                    stream.truncate(end)
+                raise
 
 
 @dataclass(frozen=True)
@@ -152,6 +275,39 @@ def running_service(unit: str) -> RunningService:
     )
 
 
+def releases_in_use() -> set[str]:
+    """Return the releases that any process of this host runs or has mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found.update(_IN_PROCESS.findall(_text(process / "cmdline") + _text(process / "maps")))
+        except OSError:
+            continue
+    return found
+
+
+def stat_digest(directory: Path) -> str:
+    """Return a digest of the paths, sizes and times of all files below ``directory``.
+
+    It costs a fraction of a second where reading every file costs a minute, and shows what was edited, added or removed
+    by anybody who does not set times back. Files that an environment writes to itself as it runs are elsewhere.
+    """
+    entries: list[str] = []
+    pending = [str(directory)]
+    while pending:
+        try:
+            found = list(os.scandir(pending.pop()))
+        except OSError:
+            continue
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(entry.path)
+            else:
+                status = entry.stat(follow_symlinks=False)
+                entries.append(f"{entry.path[len(str(directory)) :]}\0{status.st_size}\0{status.st_mtime_ns}")
+    return sha256_bytes("\n".join(sorted(entries)).encode(errors="surrogateescape"))
+
+
 def parse_settings(text: str) -> dict[str, str]:
     """Parse an environment file of systemd as Aerie writes it: one NAME=value a line, nothing quoted."""
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
@@ -172,3 +328,14 @@ def _read(path: Path) -> bytes | None:
         return path.read_bytes()
     except OSError:
         return None
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory; one that is removed only in part no longer has its name."""
+    if not path.is_dir():
+        path.unlink()
+        return
+    doomed = path.with_name(f"{_DOOMED}{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)

@@ -11,9 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie.digest_cache import cached_sha256
 from ansible.module_utils.aerie.drafter import content_digest
 from ansible.module_utils.aerie.files import sha256_file
-from ansible.module_utils.aerie.release import Releases, read_settings, release_id, running_service
+from ansible.module_utils.aerie.release import (
+    ReleaseError,
+    Releases,
+    read_settings,
+    release_id,
+    running_service,
+    stat_digest,
+)
 
 
 def verify(root: Path, unit: Path, settings: Path) -> tuple[dict[str, Any], list[str]]:
@@ -34,11 +42,42 @@ def verify(root: Path, unit: Path, settings: Path) -> tuple[dict[str, Any], list
     return record, problems
 
 
-def _check_own_files(releases: Releases, record: Mapping[str, Any], identity: str, unit: Path) -> Iterator[str]:
+def quick_check(releases: Releases, identity: str, cache: Path, remember: bool = True) -> list[str]:
+    """Return why a release cannot be trusted, from the cheap signs that ``verify`` looks behind.
+
+    Its own files and the patched ones are read; of the environment's others only sizes and times are looked at, and the
+    drafter's digests are taken from ``cache`` where size, time and inode are as they were.
+    """
+    directory = releases.path(identity)
+    try:
+        record = releases.record(identity)
+    except ReleaseError as error:
+        return [str(error)]
+    completion = releases.completion(identity)
+    if not completion:
+        return [f"release {identity} is not wholly staged"]
+    patches = record["inputs"].get("patches", {})
+    problems = list(_check_release_id(releases, record, identity))
+    for package in (directory / "venv").glob("lib/python*/site-packages/vllm"):
+        problems += [
+            f"{package / path} is not as its patch set wrote it"
+            for path, digest in patches.items()
+            if _digest(package / path) != digest
+        ]
+    if stat_digest(directory / "venv") != completion["environment"]:
+        problems.append(f"files of {directory / 'venv'} were edited, added or removed")
+    return [*problems, *_check_drafter(releases.root, record["inputs"].get("drafter", ""), cache, remember)]
+
+
+def _check_release_id(releases: Releases, record: Mapping[str, Any], identity: str) -> Iterator[str]:
     directory = releases.path(identity)
     files = {name: (directory / name).read_text() for name in record["files"] if (directory / name).is_file()}
     if release_id(record["inputs"], files) != identity:
         yield f"a file of {directory} was edited or removed: deploy again from another release, or restore it"
+
+
+def _check_own_files(releases: Releases, record: Mapping[str, Any], identity: str, unit: Path) -> Iterator[str]:
+    yield from _check_release_id(releases, record, identity)
     if not releases.is_active(identity, unit):
         yield f"{unit} is not the unit of release {identity}: run deploy.yml"
 
@@ -73,7 +112,7 @@ def _check_environment(environment: Path, patches: Mapping[str, str]) -> Iterato
                 yield f"{path} {found}: deploy again after removing {environment}, or roll back"
 
 
-def _check_drafter(root: Path, digest: str) -> Iterator[str]:
+def _check_drafter(root: Path, digest: str, cache: Path | None = None, remember: bool = True) -> Iterator[str]:
     store = root / "store" / digest
     if not digest:
         return
@@ -81,7 +120,8 @@ def _check_drafter(root: Path, digest: str) -> Iterator[str]:
         yield f"the drafter {store} is missing: run deploy.yml"
         return
     files = [path for path in store.iterdir() if not path.name.startswith(".")]
-    facts = [{"name": path.name, "sha256": sha256_file(path), "size": path.stat().st_size} for path in files]
+    digests = cached_sha256(files, cache, remember=remember)
+    facts = [{"name": path.name, "sha256": digests[path], "size": path.stat().st_size} for path in files]
     if content_digest(facts) != digest:
         yield f"a file of the drafter {store} was edited, added or removed: remove the directory and run deploy.yml"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 STARTING = "starting"
+DOWNLOADING = "downloading"
 LOADING = "loading weights"
 LOADING_DRAFTER = "loading drafter"
 COMPILING = "compiling"
@@ -22,7 +23,7 @@ WARMING_UP = "warming up"
 SERVING = "serving"
 
 # In the order in which a start passes through them.
-PHASES = (STARTING, LOADING, LOADING_DRAFTER, COMPILING, CAPTURING, WARMING_UP, SERVING)
+PHASES = (STARTING, DOWNLOADING, LOADING, LOADING_DRAFTER, COMPILING, CAPTURING, WARMING_UP, SERVING)
 
 # A longer line is cut: tracebacks and progress are shorter, and a dumped config or request must not cost time.
 _MAX_LINE = 2000
@@ -35,6 +36,12 @@ _STAMP = re.compile(
 )
 
 _PERCENT = re.compile(r"(\d{1,3})%")
+# How far a bar is: `26/64 [00:52<01:26,` or `1.2G/9.8G [00:10<01:12,`, from 0.15 to 0.33.
+_COUNT = re.compile(r"\b(\d{1,9})/(\d{1,9}) \[")
+_ELAPSED = re.compile(r"\[((?:\d{1,4}:){1,3}\d\d)<")
+_LOADED = re.compile(r"Loading weights took (\d{1,7}(?:\.\d{1,6})?) seconds")
+# What a line says, but for the numbers in it.
+_NUMBERS = re.compile(r"\d+")
 # (phase, what a log line says when that phase begins or goes on). The CPU runner's "Warming up model for the
 # compilation" comes before the compilation, and the KV cache's size is the last thing said before graphs are captured.
 _PHASE_SIGNS = (
@@ -52,9 +59,23 @@ _PHASE_SIGNS = (
         ),
     ),
     (LOADING_DRAFTER, re.compile(r"Loading drafter model")),
-    (LOADING, re.compile(r"Starting to load model|oading [\w -]{0,40}shards:|Loading (?:safetensors )?using ")),
+    # The bars of the hub's client, of which vLLM shows one for each file.
+    (
+        DOWNLOADING,
+        re.compile(r"^Fetching \d{1,6} files:|^[\w.-]{1,120}\.(?:safetensors|bin|json|model|tiktoken): +\d{1,3}%\|"),
+    ),
+    (
+        LOADING,
+        re.compile(
+            r"Starting to load model|oading [\w -]{0,40}shards:|Loading (?:safetensors )?using "
+            r"|Prefetching checkpoint files: "
+        ),
+    ),
 )
-_LOADING_PROGRESS = re.compile(r"oading [\w -]{0,60}(?:shards|Streamer|loader): {0,3}\d{1,3}% ")
+_PROGRESS = re.compile(
+    r"oading [\w -]{0,60}(?:shards|Streamer|loader): {0,3}\d{1,3}% |^Capturing |^Fetching \d{1,6} files:"
+    r"|Prefetching checkpoint files: "
+)
 
 _TAPS = re.compile(r"Using (?:Eagle3 )?auxiliary layers from [\w ]{1,40}: [\[(]([\d, ]*)[\])]")
 
@@ -64,6 +85,30 @@ class Phase(NamedTuple):
 
     name: str
     percent: int | None
+
+
+class Progress(NamedTuple):
+    """How far a start is, with what its newest bar of that phase says.
+
+    ``done`` of ``total`` files (or graphs) took ``bar_s`` seconds; ``loaded_s`` is how long loading the target took,
+    once it is over. None where the log does not tell. ``mark`` changes when the start moves on: by a phase, a step of
+    a bar, or a line that says something new. The lines that vLLM repeats while it waits do not count.
+    """
+
+    phase: str = STARTING
+    percent: int | None = None
+    done: int | None = None
+    total: int | None = None
+    bar_s: float | None = None
+    loaded_s: float | None = None
+    mark: str = ""
+
+    @property
+    def fraction(self) -> float | None:
+        """Return how much of the phase is done, from 0 to 1: finer than the percentage where the bar counts."""
+        if self.done is not None and self.total:
+            return min(self.done / self.total, 1.0)
+        return self.percent / 100 if self.percent is not None else None
 
 
 class Cause(NamedTuple):
@@ -110,38 +155,71 @@ def _parse_record(line: str) -> Record:
 
 
 def read_phase(lines: Iterable[str]) -> Phase:
-    """Return the furthest phase that the log reached, with the newest percentage of that phase.
+    """Return the furthest phase that the log reached, with the newest percentage of that phase."""
+    progress = read_progress(lines)
+    return Phase(progress.phase, progress.percent)
 
-    The furthest and not the newest: with several workers the slower ones still report a phase that the first has left.
+
+def read_progress(lines: Iterable[str]) -> Progress:
+    """Return how far the start is.
+
+    The furthest phase and not the newest: with several workers the slower ones still report one that the first left.
     """
-    reached = 0
-    percent: int | None = None
+    progress = Progress()
+    said = set()
     for record in parse_records(lines):
+        said.add(_NUMBERS.sub("0", record.text))
+        if progress.loaded_s is None and (loaded := _LOADED.search(record.text)):
+            progress = progress._replace(loaded_s=float(loaded[1]))
         phase = _phase_sign(record.text)
-        if phase is None:
-            continue
-        rank = PHASES.index(phase)
-        # Every checkpoint is read with the same bar; once the drafter's load is announced, the bar is the drafter's.
-        if phase == LOADING and PHASES[reached] == LOADING_DRAFTER:
-            rank = reached
-        if rank < reached:
-            continue
-        if rank > reached:
-            percent = None
-        reached = rank
-        percent = _progress(record.text, percent)
-    return Phase(PHASES[reached], percent)
+        if phase is not None:
+            progress = _advanced(progress, phase, record.text)
+    mark = f"{progress.phase}, {progress.percent} %, {progress.done}, {len(said)} lines"
+    return progress._replace(mark=mark)
+
+
+def _advanced(progress: Progress, phase: str, text: str) -> Progress:
+    """Return ``progress`` after a line of ``phase``."""
+    reached = progress.phase
+    # Every checkpoint is read with the same bar; once the drafter's load is announced, the bar is the drafter's.
+    if phase == LOADING and reached == LOADING_DRAFTER:
+        phase = reached
+    # vLLM announces that it loads, and finds only then that it has to fetch.
+    fetches_first = phase == DOWNLOADING and reached == LOADING and progress.percent is None
+    if PHASES.index(phase) < PHASES.index(reached) and not fetches_first:
+        return progress
+    if phase != reached:
+        progress = Progress(phase, loaded_s=progress.loaded_s)
+    return _with_bar(progress, text)
+
+
+def _with_bar(progress: Progress, text: str) -> Progress:
+    percent = _PERCENT.search(text)
+    if percent is None or not _PROGRESS.search(text):
+        return progress
+    count = _COUNT.search(text)
+    elapsed = _ELAPSED.search(text)
+    if elapsed is None and progress.bar_s is not None:
+        # vLLM reads files ahead in the background; the bar says how many are loaded.
+        return progress
+    return progress._replace(
+        percent=min(int(percent[1]), 100),
+        done=int(count[1]) if count else None,
+        total=int(count[2]) if count else None,
+        bar_s=_seconds(elapsed[1]) if elapsed else None,
+    )
+
+
+def _seconds(clock: str) -> float:
+    """Return the seconds of `52:10` or `1:02:03`."""
+    total = 0
+    for part in clock.split(":"):
+        total = total * 60 + int(part)
+    return float(total)
 
 
 def _phase_sign(text: str) -> str | None:
     return next((phase for phase, sign in _PHASE_SIGNS if sign.search(text)), None)
-
-
-def _progress(text: str, known: int | None) -> int | None:
-    if not (_LOADING_PROGRESS.search(text) or text.startswith("Capturing ")):
-        return known
-    found = _PERCENT.search(text)
-    return min(int(found[1]), 100) if found else known
 
 
 def tap_ids(lines: Iterable[str]) -> list[int] | None:

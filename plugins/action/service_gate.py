@@ -46,6 +46,7 @@ class ActionModule(ActionBase):
                 return {**result, **outcome}
             # Later calls must see the same start: another one means that this one died.
             arguments["start_id"] = outcome["start_id"]
+            arguments["moved"] = outcome["moved"]
             progress.show(outcome, now, now - called)
             if now - began >= budget_s:
                 return {**result, **outcome, "failed": True, "msg": _over_budget(host, outcome, budget_s)}
@@ -65,16 +66,11 @@ class _Progress:
             return
         self._phase = outcome["phase"]
         self._shown = now
-        display.display(f"{self._host}: {_words(outcome)} ({outcome['elapsed_s']:.0f} s)")
-
-
-def _words(outcome: dict[str, Any]) -> str:
-    percent = outcome.get("percent")
-    return str(outcome["phase"]) if percent is None else f"{outcome['phase']} {percent} %"
+        display.display(f"{self._host}: {outcome['words']} ({outcome['elapsed_s']:.0f} s)")
 
 
 def _over_budget(host: str, outcome: dict[str, Any], budget_s: float) -> str:
     return (
-        f"vLLM on {host} was not ready after {budget_s:g} s: it is at {_words(outcome)}, {outcome['elapsed_s']:.0f} s "
+        f"vLLM on {host} was not ready after {budget_s:g} s: it is at {outcome['words']}, {outcome['elapsed_s']:.0f} s "
         f"after its start. If it still makes progress, raise {_BUDGET_VARIABLE}; journal_tail shows what it does."
     )

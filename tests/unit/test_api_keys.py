@@ -8,6 +8,8 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,17 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "api-keys"
     path.write_text(f"# accepted keys\n\n{digest('first')}  # ada\n{digest('second').upper()}\n")
     monkeypatch.setenv("AERIE_API_KEYS_FILE", str(path))
+    monkeypatch.setenv("AERIE_HOST_KEYS_DIR", str(tmp_path / "none"))
+    return path
+
+
+@pytest.fixture
+def directory(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of host keys, whose owner is the user that runs the tests."""
+    path = tmp_path / "api-keys.d"
+    path.mkdir()
+    monkeypatch.setenv("AERIE_HOST_KEYS_DIR", str(path))
+    monkeypatch.setattr(aerie_api_keys, "_OWNER", os.getuid())
     return path
 
 
@@ -230,3 +243,93 @@ def test_a_bad_line_does_not_lock_the_others_out(keys: Path, caplog: pytest.LogC
         assert Client().key("first") == 200
     assert "line 2" in caplog.text
     assert "in clear" not in caplog.text
+
+
+def test_a_key_of_the_directory_opens_as_long_as_its_file_is_there(directory: Path) -> None:
+    client = Client()
+    assert [client.key("first"), client.key("host")] == [200, 401]
+    # At once, though the directory's time stamp is coarser than the steps of this test.
+    for _ in range(20):
+        (directory / "any name").write_text(f"{digest('host')}\n")
+        assert [client.key("first"), client.key("host"), client.key("third")] == [200, 200, 401]
+        (directory / "any name").unlink()
+        assert [client.key("first"), client.key("host")] == [200, 401]
+    directory.rmdir()
+    assert [client.key("first"), client.key("host")] == [200, 401]
+
+
+def test_a_directory_that_rests_is_not_read_again(directory: Path) -> None:
+    path = directory / "a"
+    path.write_text(f"{digest('host')}\n")
+    os.utime(directory, (time.time() - 60, time.time() - 60))
+    client = Client()
+    assert client.key("host") == 200
+    # In place, which nobody does: the directory does not change by it.
+    path.write_text(f"{digest('other')}\n")
+    assert [client.key("host"), client.key("other")] == [200, 401]
+    (directory / "b").write_text("")
+    assert [client.key("host"), client.key("other")] == [401, 200]
+
+
+def test_a_key_of_the_directory_ends_with_its_time(directory: Path) -> None:
+    (directory / "past").write_text(f"{digest('past')}  # expires {int(time.time()) - 1}\n")
+    (directory / "future").write_text(f"{digest('future')}  # expires {int(time.time()) + 600}\n")
+    (directory / "prose").write_text(f"{digest('prose')}  # whose? expires 17\n")
+    client = Client()
+    assert [client.key(key) for key in ("past", "future", "prose")] == [401, 200, 200]
+
+
+def test_a_key_ends_while_its_file_stays(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "a").write_text(f"{digest('host')}  # expires {int(time.time()) + 600}\n")
+    os.utime(directory, (time.time() - 60, time.time() - 60))
+    client = Client()
+    assert client.key("host") == 200
+    later = time.time() + 601
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert client.key("host") == 401
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "unreadable text"])
+def test_only_files_of_the_directory_count(directory: Path, tmp_path: Path, kind: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text(f"{digest('host')}\n")
+    path = directory / "a"
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff\x00\n")
+    (directory / "b").write_text(f"{digest('good')}\n")
+    client = Client()
+    assert [client.key("host"), client.key("good")] == [401, 200]
+
+
+def test_files_of_somebody_else_do_not_count(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "a").write_text(f"{digest('host')}\n")
+    monkeypatch.setattr(aerie_api_keys, "_OWNER", os.getuid() + 1)
+    client = Client()
+    assert [client.key("first"), client.key("host")] == [200, 401]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_without_keys_a_service_of_its_own_host_asks_for_none(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("AERIE_API_KEYS", "none")
+    monkeypatch.setenv("AERIE_HOST", host)
+    keys.unlink()
+    assert Client().get("/v1/models") == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost", "127.0.0.2", ""])
+@pytest.mark.usefixtures("keys")
+def test_without_keys_a_service_that_others_reach_does_not_start(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("AERIE_API_KEYS", "none")
+    monkeypatch.setenv("AERIE_HOST", host)
+    with pytest.raises(RuntimeError, match="would answer everybody"):
+        Client()
+    monkeypatch.setenv("AERIE_API_KEYS", "required")
+    assert Client().get("/v1/models") == 401

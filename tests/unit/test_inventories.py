@@ -221,7 +221,15 @@ def role_names() -> set[str]:
     return found
 
 
+def imported_with(data: Data) -> set[str]:
+    """Return the names that playbooks in ``data`` are imported with, and those that all playbooks have."""
+    imports = [node for node in nodes(data) if "ansible.builtin.import_playbook" in node]
+    return {name for node in imports for name in node.get("vars") or {}}
+
+
 PROVIDED = KNOWN | role_names() | GIVEN | {name for path in FILES for name in published(load(path))}
+PROVIDED |= {name for path in FILES for name in imported_with(load(path))}
+PROVIDED |= set(load(ROOT / "playbooks" / "group_vars" / "all.yml"))
 
 
 def unknown(names: set[str]) -> set[str]:
@@ -237,7 +245,7 @@ def test_what_a_file_reads_and_sets_exists(path: Path) -> None:
     for inventory in path.parent.glob("inventory/hosts.yml"):
         set_here |= assigned(load(inventory), inventory)
     # A playbook's comment says what to give it with -e.
-    asked_for = set(re.findall(r"-e (\w+)=", path.read_text())) | {"now"}  # which is a function of Ansible's
+    asked_for = set(re.findall(r"-e (\w+)=", path.read_text())) | {"now", "undef"}  # which is a function of Ansible's
     assert unknown(used(data) - set_here - asked_for) == set()
     # A name that looks like a role's is read by that role.
     assert {name for name in unknown(set_here) if name.startswith(ROLE_PREFIXES)} == set()

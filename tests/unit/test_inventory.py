@@ -173,7 +173,7 @@ def problems(repository: Path, capsys: pytest.CaptureFixture[str], **options: An
     places = {"roles": str(repository / "roles"), "playbooks": str(repository / "playbooks")}
     result = run_module("inventory_check", {"variables": {}, "addresses": {}, **places, **options}, capsys)
     assert (result["failed"], result["changed"]) == (False, False)
-    return list(result["problems"])
+    return [f"{finding['message']}: {finding['remedy']}" for finding in result["findings"]]
 
 
 def test_a_sound_inventory_has_no_problems(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +222,6 @@ def test_the_inventories_of_the_repository_are_sound(name: str, capsys: pytest.C
 
 
 def test_what_the_roles_of_the_repository_set_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["ml_env_path", "ml_env_wheelhouse", "drafter_result", "target_model_result", "vllm_service_switch"]
+    names = ["ml_env_path", "ml_env_wheelhouse", "drafter_result", "target_model_result", "vllm_service_gate"]
     assert problems(ROOT, capsys, variables={"a": names}) == []
     assert len(problems(ROOT, capsys, variables={"a": [f"{name}s" for name in names]})) == len(names)

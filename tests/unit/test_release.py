@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases on a host, and the module release: real directories and processes, and a systemctl that notes its calls."""
+"""Releases on a host, and the module release: real directories and processes, and a systemctl that knows one."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from ansible.module_utils.aerie.release import (
     read_settings,
     release_id,
     running_service,
+    stat_digest,
 )
+from ansible.module_utils.aerie.switch import Journal
 from hypothesis import given
 from hypothesis import strategies as st
 from modules import run_module
@@ -106,26 +109,10 @@ class Host:
     def unit(self) -> Path:
         return self.root / "etc/vllm.service"
 
-    @property
-    def calls(self) -> Path:
-        return self.root / "systemctl.calls"
-
-    def install_systemctl(self, pid: int, failing: str = "") -> None:
-        fail = f'case "$1" in {failing}) echo "Unit is broken." >&2; exit {5 if failing == "stop" else 1};; esac\n'
+    def install_systemctl(self, pid: int) -> None:
         program = self.root / "bin/systemctl"
-        program.write_text(
-            f'#!/bin/sh\necho "$*" >> {self.calls}\n{fail if failing else ""}[ "$1" != show ] || echo {pid}\n'
-        )
+        program.write_text(f"#!/bin/sh\necho {pid}\n")
         program.chmod(0o755)
-
-    def called(self) -> list[str]:
-        """Return what systemctl was told, but for questions, since the last look."""
-        calls = self.calls.read_text().splitlines() if self.calls.exists() else []
-        self.calls.unlink(missing_ok=True)
-        assert [call for call in calls if call.startswith("show")] == [
-            "show --property=MainPID --value vllm.service"
-        ] * sum(call.startswith("show") for call in calls)
-        return [call for call in calls if not call.startswith("show")]
 
     def stage(
         self, inputs: dict[str, Any] = INPUTS, files: dict[str, str] = FILES, check_mode: bool = False
@@ -133,21 +120,17 @@ class Host:
         arguments = {"root": str(self.root), "state": "staged", "inputs": inputs, "files": files}
         return run_module("release", arguments, self.capsys, check_mode)
 
-    def switch(self, identity: str, check_mode: bool = False, settings: str = SETTINGS) -> dict[str, Any]:
-        arguments = {
-            "root": str(self.root),
-            "state": "active",
-            "id": identity,
-            "unit": str(self.unit),
-            "settings": settings,
-            "deployment": "20261129T100000Z",
-            "why": "deploy",
-        }
-        return run_module("release", arguments, self.capsys, check_mode)
+    def activate(self, identity: str, deployment: str = "one") -> str:
+        """Have a release serve, as the switch leaves it; return its id."""
+        before = self.releases.current()
+        self.releases.activate(identity, self.unit)
+        entry = {"deployment": deployment, "action": "activate", "from": before, "to": identity}
+        self.releases.append_to_ledger(entry)
+        return identity
 
     def tree(self) -> dict[str, str]:
-        """Every path but what systemctl notes, with its bytes, or where it leads."""
-        paths = [path for path in self.root.rglob("*") if path != self.calls]
+        """Every path with its bytes, or where it leads."""
+        paths = list(self.root.rglob("*"))
         return {
             str(path.relative_to(self.root)): str(path.readlink()) if path.is_symlink() else repr(path.read_bytes())
             for path in paths
@@ -177,7 +160,6 @@ def test_a_release_is_staged_under_its_id(host: Host) -> None:
     assert {name: (directory / name).read_text() for name in FILES} == FILES
     record = json.loads((directory / "release.json").read_text())
     assert (record["id"], record["inputs"], record["files"]) == (identity, INPUTS, sorted(FILES))
-    assert host.called() == []
     assert host.releases.current() == ""
 
 
@@ -201,7 +183,7 @@ def test_check_mode_of_staging_writes_nothing_and_shows_the_files(host: Host) ->
 
 
 def test_the_difference_is_to_what_is_active(host: Host) -> None:
-    host.switch(host.stage()["id"])
+    host.activate(host.stage()["id"])
     diffs = {Path(diff["after_header"]).name: diff for diff in host.stage(files=OTHER_FILES)["diff"]}
     assert (diffs["vllm.service"]["before"], diffs["vllm.service"]["after"]) == ("[Unit]\n", "[Unit]\n# another\n")
     assert diffs["serve.yaml"]["before"] == diffs["serve.yaml"]["after"]
@@ -218,8 +200,7 @@ def test_what_was_staged_half_is_completed(host: Host) -> None:
 
 @pytest.mark.parametrize("check_mode", [False, True])
 def test_an_edited_file_of_the_active_release_is_refused(host: Host, check_mode: bool) -> None:
-    identity = host.stage()["id"]
-    host.switch(identity)
+    identity = host.activate(host.stage()["id"])
     (host.root / "current/serve.yaml").write_text("edited")
     (host.root / "current/lib/keys.py").unlink()
     before = host.tree()
@@ -324,19 +305,247 @@ def test_a_line_that_a_crash_tore_spoils_no_other(host: Host) -> None:
     assert [entry["number"] for entry in host.releases.ledger()] == [1, 3, 4]
 
 
-def test_the_previous_release_is_what_served_before_the_current_one(host: Host) -> None:
-    assert host.releases.previous() == ""
-    first, second = host.stage()["id"], host.stage(files=OTHER_FILES)["id"]
-    host.switch(first)
-    assert host.releases.previous() == ""
-    host.switch(second)
-    assert host.releases.previous() == first
-    # A restart of the same release does not make it its own predecessor.
-    host.switch(second)
-    assert host.releases.previous() == first
-    assert host.switch("previous")["id"] == first
-    assert host.releases.current() == first
-    assert host.releases.previous() == second
+def test_a_line_that_does_not_fit_is_not_there_at_all(host: Host) -> None:
+    host.releases.append_to_ledger({"number": 1})
+    before = (host.root / "ledger.jsonl").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Of the line, 20 bytes fit.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            host.releases.append_to_ledger({"number": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (host.root / "ledger.jsonl").read_bytes() == before
+    host.releases.append_to_ledger({"number": 3})
+    assert [entry["number"] for entry in host.releases.ledger()] == [1, 3]
+
+
+def test_readers_of_the_ledger_see_whole_lines(host: Host) -> None:
+    done = threading.Event()
+
+    def read() -> int:
+        seen = 0
+        while not done.is_set():
+            numbers = [entry["number"] for entry in host.releases.ledger()]
+            assert numbers == list(range(len(numbers)))
+            assert len(numbers) >= seen
+            seen = len(numbers)
+        return seen
+
+    with ThreadPoolExecutor() as executor:
+        readers = [executor.submit(read) for _ in range(3)]
+        for number in range(40):
+            host.releases.append_to_ledger({"number": number, "text": "x" * 100_000})
+        done.set()
+    assert all(reader.result() <= 40 for reader in readers)
+
+
+def entry(deployment: str, action: str, before: str, after: str) -> dict[str, str]:
+    return {"deployment": deployment, "action": action, "from": before, "to": after}
+
+
+LEDGERS = {
+    "nothing yet": ([], {}),
+    "the first": ([entry("d1", "activate", "", "a")], {"deployment": "d1", "from": "", "to": "a"}),
+    "an update": (
+        [entry("d1", "activate", "", "a"), entry("d1", "confirm", "", "a"), entry("d2", "activate", "a", "b")],
+        {"deployment": "d2", "from": "a", "to": "b"},
+    ),
+    "one that was restored": (
+        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d2", "restore", "b", "a")],
+        {"deployment": "d1", "from": "", "to": "a"},
+    ),
+    "a restart of the same release": (
+        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d3", "activate", "b", "b")],
+        {"deployment": "d2", "from": "a", "to": "b"},
+    ),
+    "a rollback": (
+        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d3", "activate", "b", "a")],
+        {"deployment": "d3", "from": "b", "to": "a"},
+    ),
+    "several releases in one deployment": (
+        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d2", "activate", "b", "c")],
+        {"deployment": "d2", "from": "a", "to": "c"},
+    ),
+    "other lines": (
+        [entry("d1", "activate", "", "a"), {"action": "patch"}, {"deployment": "d2", "action": "patch"}],
+        {"deployment": "d1", "from": "", "to": "a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEDGERS)
+def test_the_newest_deployment_that_changed_anything(host: Host, name: str) -> None:
+    entries, newest = LEDGERS[name]
+    for line in entries:
+        host.releases.append_to_ledger(line)
+    assert host.releases.newest_deployment() == newest
+
+
+# ------------------------------------------------------------------------------------------------------------- complete
+
+
+def complete(host: Host, identity: str, request: dict[str, str], check_mode: bool = False) -> dict[str, Any]:
+    arguments = {"root": str(host.root), "state": "complete", "id": identity, "request": request}
+    return run_module("release", arguments, host.capsys, check_mode)
+
+
+def test_a_release_is_whole_once_that_was_noted(host: Host) -> None:
+    identity = host.stage()["id"]
+    assert host.releases.completion(identity) == {}
+    before = host.tree()
+    assert complete(host, identity, {"lock": "1"}, check_mode=True)["changed"] is False
+    assert host.tree() == before
+    assert complete(host, identity, {"lock": "1"})["changed"] is False
+    assert host.releases.completion(identity)["request"] == {"lock": "1"}
+    # Another request may lead to the same release: the last one is what it is compared with.
+    complete(host, identity, {"lock": "2"})
+    assert host.releases.completion(identity)["request"] == {"lock": "2"}
+    before = host.tree()
+    complete(host, identity, {"lock": "2"})
+    assert host.tree() == before
+    (host.root / f"staged/{identity}.json").write_text('{"request": {')
+    assert host.releases.completion(identity) == {}
+
+
+def test_an_environment_is_known_by_every_file_in_it(host: Host) -> None:
+    venv = host.root / "venv"
+    (venv / "lib/a").mkdir(parents=True)
+    (venv / "lib/a/x.py").write_text("1")
+    (venv / "bin").symlink_to("lib")
+    seen = [stat_digest(venv)]
+    assert stat_digest(venv) == seen[0]
+    for change in (
+        lambda: (venv / "lib/a/x.py").write_text("22"),
+        lambda: os.utime(venv / "lib/a/x.py", (1, 1)),
+        lambda: (venv / "lib/a/y.py").write_text(""),
+        lambda: (venv / "lib/a/y.py").rename(venv / "lib/y.py"),
+        lambda: (venv / "bin").unlink(),
+    ):
+        change()
+        assert stat_digest(venv) not in seen
+        seen.append(stat_digest(venv))
+    assert stat_digest(host.root / "absent") == stat_digest(host.root / "absent, too")
+
+
+# -------------------------------------------------------------------------------------------------------------- pruning
+
+
+def staged(host: Host, number: int, drafter: str = "") -> str:
+    """Stage a release of its own, with a drafter in the store; return its id."""
+    identity: str = host.stage(inputs={"number": number, "drafter": drafter})["id"]
+    complete(host, identity, {})
+    os.utime(host.releases.path(identity), (number, number))
+    if drafter:
+        (host.root / "store" / drafter).mkdir(parents=True, exist_ok=True)
+        (host.root / "store" / drafter / "model.safetensors").write_text("weights")
+    return identity
+
+
+def prune(host: Host, keep: int, check_mode: bool = False) -> list[str]:
+    arguments = {"root": str(host.root), "state": "pruned", "keep": keep}
+    before = host.tree()
+    result = run_module("release", arguments, host.capsys, check_mode)
+    assert result["failed"] is False
+    assert result["changed"] is bool(result["removed"])
+    if check_mode:
+        assert host.tree() == before
+    return [str(Path(path).relative_to(host.root)) for path in result["removed"]]
+
+
+def test_the_releases_that_served_last_stay(host: Host) -> None:
+    served = [staged(host, number, drafter=f"drafter{number}") for number in range(5)]
+    for number, identity in enumerate(served):
+        host.activate(identity, deployment=str(number))
+    never = staged(host, 9, drafter="drafter9")
+    expected = [f"staged/{identity}.json" for identity in sorted([*served[:2], never])]
+    expected += [f"releases/{identity}" for identity in (served[1], served[0], never)]
+    expected += ["store/drafter0", "store/drafter1", "store/drafter9"]
+    assert prune(host, 3, check_mode=True) == expected
+    assert prune(host, 3) == expected
+    assert host.releases.identities() == sorted(served[2:])
+    assert sorted(path.name for path in (host.root / "store").iterdir()) == ["drafter2", "drafter3", "drafter4"]
+    assert prune(host, 3) == []
+
+
+def test_at_least_one_release_stays(host: Host) -> None:
+    arguments = {"root": str(host.root), "state": "pruned", "keep": 0}
+    assert "at least one" in run_module("release", arguments, host.capsys)["msg"]
+
+
+def test_a_release_that_served_again_is_not_old(host: Host) -> None:
+    first, second, third = (staged(host, number) for number in range(3))
+    for identity in (first, second, first, third):
+        host.activate(identity, deployment=identity)
+    prune(host, 2)
+    assert host.releases.identities() == sorted([first, third])
+
+
+def test_of_releases_that_never_served_the_newest_stays(host: Host) -> None:
+    current = host.activate(staged(host, 1))
+    older, newer = staged(host, 2), staged(host, 3)
+    prune(host, 2)
+    assert host.releases.identities() == sorted([current, newer])
+    assert older not in host.releases.identities()
+
+
+def test_what_is_needed_stays_however_little_is_to_be_kept(host: Host) -> None:
+    previous, current, used, unneeded = (staged(host, number, drafter=f"drafter{number}") for number in range(4))
+    aimed = [staged(host, number) for number in (5, 6)]
+    for identity in (unneeded, previous, current):
+        host.activate(identity, deployment=identity)
+    journal = Journal(host.root)
+    journal.directory.mkdir()
+    journal.open({"from": {"id": aimed[0]}, "to": {"id": aimed[1]}})
+    python = f"{host.releases.path(used)}/venv/bin/python"
+    with process([python, "-c", WAIT]):
+        removed = prune(host, 1)
+    assert removed == [f"staged/{unneeded}.json", f"releases/{unneeded}", "store/drafter3"]
+    assert host.releases.identities() == sorted([previous, current, used, *aimed])
+
+
+def test_a_drafter_that_two_releases_share_stays_with_the_last(host: Host) -> None:
+    for number in range(2):
+        host.activate(staged(host, number, drafter="shared"), deployment=str(number))
+    prune(host, 1)
+    # What is about to be sent there is no concern of it.
+    (host.root / "store/.incoming").mkdir()
+    assert sorted(path.name for path in (host.root / "store").iterdir()) == [".incoming", "shared"]
+    assert prune(host, 1) == []
+
+
+def test_nothing_leaves_the_store_while_a_release_cannot_be_read(host: Host) -> None:
+    identity = host.activate(staged(host, 1, drafter="drafter1"))
+    (host.root / "store/other").mkdir()
+    (host.releases.path(identity) / "release.json").write_text("{")
+    assert prune(host, 1) == []
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_removal_that_is_interrupted_is_finished_by_the_next(host: Host, step: int) -> None:
+    old, current = (staged(host, number, drafter=f"drafter{number}") for number in range(2))
+    for identity in (old, current):
+        host.activate(identity, deployment="one")
+    pid = os.fork()
+    if pid == 0:
+        left = [step]
+
+        def die(event: str, _: tuple[Any, ...]) -> None:
+            left[0] -= event in ("os.remove", "os.rename", "os.rmdir")
+            if not left[0]:
+                os._exit(9)
+
+        sys.addaudithook(die)
+        host.releases.prune(1, [])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    # Whatever is left of it, it is not taken for a release that is whole.
+    assert not (host.releases.path(old) / "serve.yaml").exists() or host.releases.completion(old) == {} or step == 1
+    prune(host, 1)
+    assert sorted(path.name for path in (host.root / "releases").iterdir()) == [current]
+    assert [path.name for path in (host.root / "staged").iterdir()] == [f"{current}.json"]
+    assert [path.name for path in (host.root / "store").iterdir()] == ["drafter1"]
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -434,141 +643,3 @@ def test_a_unit_without_a_process_runs_nothing(host: Host) -> None:
         host.install_systemctl(pid)
     # It has ended since systemd was asked.
     assert running_service("vllm.service").pid == 0
-
-
-# --------------------------------------------------------------------------------------------------------------- switch
-
-START = [
-    "stop vllm.service",
-    "daemon-reload",
-    "reset-failed vllm.service",
-    "enable vllm.service",
-    "start --no-block vllm.service",
-]
-
-
-def test_the_first_activation_starts_the_service(host: Host) -> None:
-    identity = host.stage()["id"]
-    result = host.switch(identity)
-    assert (result["failed"], result["changed"], result["id"]) == (False, True, identity)
-    assert (result["previous"], result["running"], result["path"]) == ("", "", str(host.releases.path(identity)))
-    assert host.called() == START
-    assert host.releases.is_active(identity, host.unit) is True
-    (entry,) = host.ledger()
-    assert {name: entry[name] for name in ("action", "deployment", "from", "to", "why")} == {
-        "action": "activate",
-        "deployment": "20261129T100000Z",
-        "from": "",
-        "to": identity,
-        "why": "deploy",
-    }
-
-
-def test_a_host_where_systemd_does_not_know_the_unit_yet(host: Host) -> None:
-    identity = host.stage()["id"]
-    host.install_systemctl(0, failing="stop")
-    assert host.switch(identity)["failed"] is False
-    assert host.called() == START
-
-
-def test_a_service_that_runs_the_release_with_these_settings_is_left_alone(host: Host) -> None:
-    identity = host.stage()["id"]
-    host.switch(identity)
-    host.called()
-    before = host.tree()
-    with runs(host, identity):
-        result = host.switch(identity)
-        assert (result["failed"], result["changed"], result["running"]) == (False, False, identity)
-        assert host.switch(identity, check_mode=True)["changed"] is False
-    assert host.called() == []
-    assert {**host.tree(), "bin/systemctl": ""} == {**before, "bin/systemctl": ""}
-
-
-def other_settings(host: Host, identity: str) -> dict[str, Any]:
-    return {"identity": identity, "settings": SETTINGS.replace("8000", "8001")}
-
-
-def edited_unit(host: Host, identity: str) -> dict[str, Any]:
-    host.unit.write_text("edited")
-    return {"identity": identity}
-
-
-def another_release(host: Host, identity: str) -> dict[str, Any]:
-    return {"identity": host.stage(files=OTHER_FILES)["id"]}
-
-
-@pytest.mark.parametrize("change", [other_settings, edited_unit, another_release])
-def test_a_service_that_runs_anything_else_is_restarted(
-    host: Host, change: Callable[[Host, str], dict[str, Any]]
-) -> None:
-    identity = host.stage()["id"]
-    host.switch(identity)
-    host.called()
-    with runs(host, identity):
-        arguments = change(host, identity)
-        before = host.tree()
-        predicted = host.switch(**arguments, check_mode=True)
-        assert host.called() == []
-        assert host.tree() == before
-        result = host.switch(**arguments)
-        assert host.called() == START
-    assert predicted == result
-    assert (result["changed"], result["running"], result["previous"]) == (True, identity, identity)
-    assert host.releases.is_active(result["id"], host.unit) is True
-    assert [(entry["from"], entry["to"]) for entry in host.ledger()] == [("", identity), (identity, result["id"])]
-
-
-def test_a_service_that_still_runs_another_release_is_restarted(host: Host) -> None:
-    identity, other = host.stage()["id"], host.stage(files=OTHER_FILES)["id"]
-    host.switch(identity)
-    host.called()
-    with runs(host, other):
-        result = host.switch(identity)
-    assert (result["changed"], result["running"]) == (True, other)
-    assert host.called() == START
-
-
-def test_check_mode_on_an_empty_host_predicts_the_activation_of_what_would_be_staged(host: Host) -> None:
-    before = host.tree()
-    predicted = host.switch(host.stage(check_mode=True)["id"], check_mode=True)
-    assert (predicted["failed"], predicted["changed"]) == (False, True)
-    assert host.called() == []
-    assert host.tree() == before
-
-
-def test_a_release_that_is_not_there_is_refused_while_the_old_one_serves(host: Host) -> None:
-    identity = host.stage()["id"]
-    host.switch(identity)
-    host.called()
-    refused = host.switch("0" * 16)
-    assert refused["failed"] is True
-    assert refused["msg"] == f"release {'0' * 16} is not on this host; these are: {identity}"
-    # Staged half: its directory is there, but not its unit.
-    (host.root / "releases" / ("0" * 16)).mkdir()
-    assert host.switch("0" * 16)["failed"] is True
-    assert host.called() == []
-    assert host.releases.current() == identity
-
-
-def test_there_is_no_previous_release_to_go_back_to(host: Host) -> None:
-    host.switch(host.stage()["id"])
-    host.called()
-    assert "knows no release before" in host.switch("previous")["msg"]
-    assert host.called() == []
-
-
-@pytest.mark.parametrize("command", ["daemon-reload", "enable", "start"])
-def test_a_systemctl_that_fails_is_quoted_and_the_way_back_is_known(host: Host, command: str) -> None:
-    first, second = host.stage()["id"], host.stage(files=OTHER_FILES)["id"]
-    host.switch(first)
-    host.install_systemctl(0, failing=command)
-    refused = host.switch(second)
-    assert refused["failed"] is True
-    assert refused["msg"].startswith(f"systemctl {command}")
-    assert refused["msg"].endswith(" failed: Unit is broken.")
-    assert host.releases.previous() == first
-
-
-def test_an_id_is_needed_to_activate(host: Host) -> None:
-    arguments = {"root": str(host.root), "state": "active"}
-    assert "id" in run_module("release", arguments, host.capsys)["msg"]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import grp
+import hashlib
 import importlib
 import io
 import json
@@ -10,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +21,7 @@ from typing import Any
 
 import pytest
 from ansible.module_utils.aerie import readiness
+from ansible.module_utils.aerie.vllm_log import Progress
 from ansible.module_utils.testing import patch_module_args
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +30,7 @@ service_gate = importlib.import_module("service_gate")
 
 ROOT = Path(__file__).parents[2]
 LOGS = Path(__file__).parent / "logs"
-KEY = "sk-not-to-be-seen"
+GROUP = grp.getgrgid(os.getgid()).gr_name
 START = "0b5c6a6e4e4f4f0f8f8e1f0c6f6a6b6c"
 
 
@@ -44,6 +48,8 @@ class Vllm:
         self.on_health: Callable[[int], None] = lambda count: None
         self.hang = threading.Event()
         self.hang.set()
+        self.keys = Path("/nowhere")
+        self.repeats_the_key = False
         self.health_calls = 0
         self.seen: list[tuple[str, str]] = []
         vllm = self
@@ -80,7 +86,7 @@ class Vllm:
             self.drafts += self.late_drafts
             self.late_drafts = 0
             return 200, text
-        if authorization != f"Bearer {KEY}":
+        if hashlib.sha256(authorization.removeprefix("Bearer ").encode()).hexdigest() not in self.digests():
             return 401, '{"error": {"message": "Unauthorized"}}'
         if path == "/v1/models":
             return 200, json.dumps({"data": [{"id": name} for name in self.models]})
@@ -88,7 +94,11 @@ class Vllm:
         if self.speculative and json.loads(body)["max_tokens"] > 1:
             self.drafts += 5
             self.late_drafts += 3
-        return self.completion[0], json.dumps(self.completion[1])
+        return self.completion[0], json.dumps(self.completion[1]) + authorization * self.repeats_the_key
+
+    def digests(self) -> list[str]:
+        """The keys that the middleware would accept: the first words of the directory's files."""
+        return [path.read_text().split()[0] for path in self.keys.glob("[!.]*")]
 
     def metrics(self) -> str:
         text = '# HELP vllm:num_requests_running x\nvllm:num_requests_running{engine="0"} 0.0\n'
@@ -139,7 +149,7 @@ class Systemd:
             "Result": "success",
             "ExecMainCode": "0",
             "ExecMainStatus": "0",
-            "ExecMainStartTimestampMonotonic": "1000000",
+            "ExecMainStartTimestampMonotonic": str(int(time.monotonic() * 1e6) - 3_000_000),
             "ControlGroup": own_group,
             **changes,
         }
@@ -152,10 +162,18 @@ class Systemd:
 
 
 @pytest.fixture
-def vllm() -> Iterator[Vllm]:
+def vllm(tmp_path: Path) -> Iterator[Vllm]:
     server = Vllm()
+    server.keys = tmp_path / "run" / "api-keys.d"
     yield server
     server.stop()
+
+
+@pytest.fixture(autouse=True)
+def keys_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the module put its keys where this test's server looks."""
+    monkeypatch.setitem(service_gate.ARGUMENT_SPEC["keys_dir"], "default", str(tmp_path / "run" / "api-keys.d"))
+    monkeypatch.setitem(service_gate.ARGUMENT_SPEC["group"], "default", GROUP)
 
 
 @pytest.fixture
@@ -170,7 +188,6 @@ def gate(port: int, **options: Any) -> dict[str, Any]:  # noqa: ANN401
         "url": f"http://127.0.0.1:{port}",
         "model": "kimi",
         "speculative": True,
-        "api_key": KEY,
         "window_s": 0.1,
         "host": "host-1",
         **options,
@@ -178,7 +195,6 @@ def gate(port: int, **options: Any) -> dict[str, Any]:  # noqa: ANN401
     output = io.StringIO()
     with patch_module_args(arguments), redirect_stdout(output), pytest.raises(SystemExit):
         service_gate.main()
-    assert KEY not in output.getvalue()
     result = json.loads(output.getvalue())
     assert result.get("changed", False) is False
     return result  # type: ignore[no-any-return]
@@ -212,13 +228,30 @@ def test_ready_without_speculation(vllm: Vllm, systemd: Systemd) -> None:
     assert (result["ready"], result["speculation"]) == (True, None)
 
 
-def test_a_key_is_optional_and_goes_nowhere_but_to_the_service(vllm: Vllm, systemd: Systemd) -> None:
-    assert gate(vllm.port)["ready"] is True
-    assert {authorization for _, authorization in vllm.seen} == {f"Bearer {KEY}"}
-    assert KEY not in systemd.asked.read_text()
-    refused = gate(vllm.port, api_key=None)
+def test_the_key_is_made_on_the_host_and_lives_as_long_as_the_call(
+    tmp_path: Path, vllm: Vllm, systemd: Systemd
+) -> None:
+    vllm.completion = (400, {"error": {"message": "no such adapter"}})
+    vllm.repeats_the_key = True
+    result = gate(vllm.port)
+    keys = {authorization.removeprefix("Bearer ") for _, authorization in vllm.seen}
+    assert len(keys) == 1
+    assert "no such adapter" in result["msg"]
+    for seen in (json.dumps(result), systemd.asked.read_text()):
+        assert not any(key in seen for key in keys)
+    assert list((tmp_path / "run" / "api-keys.d").iterdir()) == []
+
+
+def test_a_key_that_the_service_refuses_is_reported(tmp_path: Path, vllm: Vllm, systemd: Systemd) -> None:
+    vllm.keys = tmp_path / "elsewhere"
+    refused = gate(vllm.port)
     assert refused["failed"] is True
     assert "vLLM on host-1 refuses the API key (401 from /v1/models)" in refused["msg"]
+
+
+def test_a_group_that_is_missing_fails_with_the_remedy(systemd: Systemd) -> None:
+    result = gate(closed_port(), group="no-such-group")
+    assert result["msg"] == "The group no-such-group does not exist on this host: deploy the service first."
 
 
 @pytest.mark.parametrize(
@@ -333,7 +366,7 @@ def test_speculation_counters_must_be_there_exactly_when_expected(
 
 
 def test_a_refused_completion_is_quoted(vllm: Vllm, systemd: Systemd) -> None:
-    vllm.completion = (400, {"error": {"message": f"no such adapter, {KEY}"}})
+    vllm.completion = (400, {"error": {"message": "no such adapter"}})
     result = gate(vllm.port)
     assert "answers /v1/completions with 400" in result["msg"]
     assert "no such adapter" in result["msg"]
@@ -405,6 +438,109 @@ def test_counters_of_several_engines_are_summed() -> None:
     assert readiness.parse_speculation(text) == (20, 60, 24, (18, 0, 6))
 
 
+def loading(done: int, seconds: float) -> Progress:
+    return Progress("loading weights", 100 * done // 64, done, 64, seconds)
+
+
+def test_a_budget_follows_size_then_rate_then_what_loading_took() -> None:
+    kimi = readiness.Budget(595_000_000_000)
+    tiny = readiness.Budget(9_000_000)
+    besides = tiny.total_s(Progress("compiling", loaded_s=0.0))
+    # By size, while nothing is measured: a slow file system is given its time.
+    assert kimi.total_s(Progress("starting")) == pytest.approx(besides + 60 + 5950)
+    assert tiny.total_s(Progress("starting")) == pytest.approx(besides + 60, abs=1)
+    # As measured: 32 of 64 shards in 60 s are half of 120 s; at a hundredth of that rate, 12000 s.
+    assert kimi.total_s(loading(32, 60)) == pytest.approx(besides + 60 + 1.5 * 120)
+    assert kimi.total_s(loading(32, 6000)) == pytest.approx(besides + 60 + 1.5 * 12000)
+    # Nothing is measured yet.
+    assert kimi.total_s(loading(0, 0)) == kimi.total_s(Progress("starting"))
+    # The drafter's bar says nothing about the target.
+    assert kimi.total_s(Progress("loading drafter", 50, 1, 2, 1.0, loaded_s=100.0)) == besides + 100
+    assert kimi.total_s(Progress("capturing graphs", 41, 21, 51, 3.0, loaded_s=100.0)) == besides + 100
+
+
+def test_a_budget_has_a_limit_and_a_download_nothing_else() -> None:
+    assert readiness.Budget(595_000_000_000, limit_s=600).total_s(loading(1, 1000)) == 600
+    assert readiness.Budget(limit_s=600).total_s(Progress("downloading")) == 600
+    assert readiness.Budget().total_s(Progress("downloading")) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("progress", "rate", "left"),
+    [
+        (loading(32, 60), 595e9 / 120, 60.0),
+        (loading(64, 120), 595e9 / 120, 0.0),
+        (loading(0, 0), None, None),
+        (Progress("loading weights"), None, None),
+        (Progress("capturing graphs", 50, 10, 20, 5.0), None, 5.0),
+    ],
+)
+def test_rate_and_estimate(progress: Progress, rate: float | None, left: float | None) -> None:
+    assert readiness.Budget(595_000_000_000).rate(progress) == (rate and pytest.approx(rate))
+    assert readiness.phase_left_s(progress) == left
+
+
+def test_phase_percentage_rate_and_estimate_are_shown(systemd: Systemd) -> None:
+    systemd.log("loading")
+    result = gate(closed_port(), target_bytes=64_000_000_000)
+    assert result["words"] == "loading weights 40 % (26 of 64, 0.5 GB/s, about 76 s left)"
+    assert (result["state"], result["evidence"]) == ("under way", [])
+    assert result["budget_s"] == pytest.approx(4500 + 60 + 1.5 * 52 * 64 / 26)
+
+
+def test_a_start_that_does_nothing_is_stuck_with_evidence(tmp_path: Path, systemd: Systemd) -> None:
+    systemd.log("loading")
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\necho "Thread $3 (active): all_reduce (distributed.py:1)"\n')
+    spy.chmod(0o755)
+    first = gate(closed_port(), stuck_after_s=30)
+    assert first["state"] == "under way"
+    before = {"mark": first["moved"]["mark"], "at": first["moved"]["at"] - 31}
+    stuck = gate(closed_port(), stuck_after_s=30, moved=before, start_id=START)
+    assert (stuck["failed"], stuck["ready"], stuck["state"]) == (True, False, "stuck")
+    assert stuck["msg"].startswith(
+        "vLLM on host-1 is stuck at loading weights 40 % (26 of 64, about 76 s left): for 31 s "
+    )
+    assert "Its last line: Loading safetensors checkpoint shards:  40%" in stuck["msg"]
+    assert "vllm_service_stuck_after" in stuck["msg"]
+    # Its line moves the start on: the clock begins anew.
+    systemd.log("capturing")
+    assert gate(closed_port(), stuck_after_s=30, moved=before, start_id=START)["state"] == "under way"
+
+
+def test_a_stuck_start_is_a_fault_within_one_long_window(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> None:
+    systemd.log("loading")
+    monkeypatch.setattr(readiness, "_LOG_S", 0.05)
+
+    def run(command: list[str]) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    budget = readiness.Budget(stuck_after_s=0.3)
+    watcher = readiness.Gate(
+        "host-1", "vllm.service", f"http://127.0.0.1:{closed_port()}", "kimi", True, None, run, budget
+    )
+    began = time.monotonic()
+    status = watcher.watch("", 60)
+    assert time.monotonic() - began < 30
+    assert (status.state, status.ready) == ("stuck", False)
+    assert status.fault is not None
+    assert "is stuck at loading weights 40 %" in status.fault
+
+
+def test_a_start_that_outlives_its_budget_fails(systemd: Systemd) -> None:
+    systemd.log("loading")
+    systemd.unit(ExecMainStartTimestampMonotonic=str(int(time.monotonic() * 1e6) - 9_000_000_000))
+    result = gate(closed_port())
+    assert result["failed"] is True
+    assert "after 9000 s, and its start may take 4752 s" in result["msg"]
+    assert "vllm_service_start_budget" in result["msg"]
+
+
+@pytest.mark.parametrize("moved", [{"mark": "x", "at": "soon"}, {"at": []}])
+def test_a_moved_that_is_none_is_refused(systemd: Systemd, moved: dict[str, Any]) -> None:
+    assert "not what an earlier call returned" in gate(closed_port(), moved=moved)["msg"]
+
+
 PLAYBOOK = """
 - hosts: all
   gather_facts: false
@@ -414,7 +550,8 @@ PLAYBOOK = """
         url: "http://127.0.0.1:{{ port }}"
         model: kimi
         speculative: true
-        api_key: "{{ key }}"
+        group: "{{ group }}"
+        keys_dir: "{{ keys_dir }}"
         budget_s: "{{ budget }}"
         window_s: 1
 """
@@ -424,7 +561,14 @@ def play(directory: Path, **variables: Any) -> tuple[int, str]:  # noqa: ANN401
     """Run the playbook on this machine as host-1 and return its exit status and everything that it printed."""
     playbook = directory / "play.yml"
     playbook.write_text(PLAYBOOK)
-    values = json.dumps({"key": KEY, "ansible_python_interpreter": sys.executable, **variables})
+    values = json.dumps(
+        {
+            "group": GROUP,
+            "keys_dir": str(directory / "run" / "api-keys.d"),
+            "ansible_python_interpreter": sys.executable,
+            **variables,
+        }
+    )
     (directory / "variables.json").write_text(values)
     program = str(Path(sys.executable).with_name("ansible-playbook"))
     command = [program, "-vvv", "-i", "host-1,", "-c", "local", str(playbook), "-e", f"@{directory / 'variables.json'}"]
@@ -438,7 +582,6 @@ def play(directory: Path, **variables: Any) -> tuple[int, str]:  # noqa: ANN401
         text=True,
         check=False,
     )
-    assert KEY not in run.stdout
     return run.returncode, run.stdout
 
 

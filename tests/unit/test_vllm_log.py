@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie.vllm_log import PHASES, parse_records, read_phase, root_cause, tap_ids
+from ansible.module_utils.aerie.vllm_log import PHASES, parse_records, read_phase, read_progress, root_cause, tap_ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +101,107 @@ def test_phases_of_a_real_start_never_go_back() -> None:
 )
 def test_percentage_of_every_loader(text: str, expected: int) -> None:
     assert read_phase([text]) == ("loading weights", expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "phase", "numbers"),
+    [
+        # 0.15 to 0.33.
+        (
+            "Loading safetensors checkpoint shards:  41% Completed | 26/64 [00:52<01:26,  2.31s/it]",
+            "loading weights",
+            (41, 26, 64, 52.0, 26 / 64),
+        ),
+        (
+            "Loading safetensors checkpoint shards:   0% Completed | 0/64 [00:00<?, ?it/s]",
+            "loading weights",
+            (0, 0, 64, 0.0, 0.0),
+        ),
+        (
+            "Loading safetensors checkpoint shards: 99% Completed | 63/64 [1:02:03<00:59, 59.10s/it]",
+            "loading weights",
+            (99, 63, 64, 3723.0, 63 / 64),
+        ),
+        # A bar that counts bytes.
+        (
+            "Loading safetensors using InstantTensor loader:  12% Completed | 71.2G/595G [00:20<02:27, 3.6GB/s]",
+            "loading weights",
+            (12, None, None, 20.0, 0.12),
+        ),
+        # 0.21 and newer, a log line without a bar.
+        (
+            "(Worker_TP0 pid=9) INFO 11-29 09:11:07 [weight_utils.py:1043] Prefetching checkpoint files: 10% (6/64)",
+            "loading weights",
+            (10, None, None, None, 0.1),
+        ),
+        (
+            "Fetching 64 files:  19%|#9        | 12/64 [00:10<00:43,  1.19it/s]",
+            "downloading",
+            (19, 12, 64, 10.0, 12 / 64),
+        ),
+        (
+            "model-00001-of-000064.safetensors:  12%|#2        | 1.20G/9.81G [00:10<01:12, 119MB/s]",
+            "downloading",
+            (None, None, None, None, None),
+        ),
+        (
+            "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  41%|####1     | 21/51 [00:03<00:04, 6.81it/s]",
+            "capturing graphs",
+            (41, 21, 51, 3.0, 21 / 51),
+        ),
+        (
+            "Capturing CUDA graphs (decode, FULL): 100%|##########| 35/35 [00:03<00:00, 9.9it/s]",
+            "capturing graphs",
+            (100, 35, 35, 3.0, 1.0),
+        ),
+    ],
+)
+def test_every_bar_is_read(text: str, phase: str, numbers: tuple[object, ...]) -> None:
+    progress = read_progress([text])
+    assert progress.phase == phase
+    assert (progress.percent, progress.done, progress.total, progress.bar_s, progress.fraction) == numbers
+
+
+def test_what_loading_took_is_kept_from_the_target() -> None:
+    lines = [
+        "(Worker pid=9) INFO 11-29 17:48:01 [default_loader.py:501] Loading weights took 52.10 seconds",
+        "(Worker pid=9) INFO 11-29 17:48:02 [cpu_model_runner.py:75] Loading drafter model...",
+        "(Worker pid=9) INFO 11-29 17:48:03 [default_loader.py:501] Loading weights took 0.50 seconds",
+        "(EngineCore pid=8) INFO 11-29 17:48:04 [core.py:402] init engine (profile, create kv cache) took 0.12 s",
+    ]
+    assert read_progress(lines).loaded_s == 52.1
+    assert read_progress(lines).phase == "warming up"
+
+
+def test_a_download_is_seen_though_loading_was_announced() -> None:
+    announced = "(Worker pid=9) INFO 11-29 17:48:01 [gpu_model_runner.py:3808] Starting to load model org/kimi..."
+    fetching = "Fetching 64 files:  19%|#9        | 12/64 [00:10<00:43,  1.19it/s]"
+    loading = "Loading safetensors checkpoint shards:   3% Completed | 2/64 [00:04<01:02,  2.31s/it]"
+    lines = [announced, fetching, loading, fetching]
+    assert [read_phase(lines[:count]).name for count in (1, 2, 3, 4)] == [
+        "loading weights",
+        "downloading",
+        "loading weights",
+        "loading weights",
+    ]
+
+
+def test_the_mark_moves_with_the_start_and_not_with_what_vllm_repeats() -> None:
+    bar = "Loading safetensors checkpoint shards:   3% Completed | {}/64 [00:04<01:02,  2.31s/it]"
+    waits = "(APIServer pid=1) DEBUG 11-29 09:{}:07 [utils.py:961] Waiting for 1 local, 0 remote core engine proc(s)."
+    stalls = "(Worker_TP0 pid=3) INFO 11-29 09:{}:07 [shm_broadcast.py:501] No available shared memory broadcast block."
+    first = [bar.format(2), waits.format(10), stalls.format(10)]
+    moved = read_progress(first).mark
+    assert read_progress([*first, waits.format(11), stalls.format(12), bar.format(2)]).mark == moved
+    assert read_progress([*first, bar.format(3)]).mark != moved
+    assert read_progress([*first, "Something new"]).mark != moved
+
+
+def test_reading_ahead_does_not_hide_what_is_loaded() -> None:
+    ahead = "(Worker_TP0 pid=9) INFO 11-29 09:11:07 [weight_utils.py:1043] Prefetching checkpoint files: {}% (6/64)"
+    bar = "Loading safetensors checkpoint shards:   3% Completed | 2/64 [00:04<01:02,  2.31s/it]"
+    assert read_phase([ahead.format(10)]).percent == 10
+    assert read_phase([ahead.format(10), bar, ahead.format(20)]).percent == 3
 
 
 def test_a_slow_worker_does_not_bring_the_phase_back() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,30 +15,38 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
-INVENTORY = Path(__file__).parent / "inventory"
+INVENTORY = Path(os.environ.get("MOLECULE_SCENARIO_DIRECTORY", Path(__file__).parent)) / "inventory"
 STATE = Path(os.environ.get("AERIE_STATE", "/var/tmp/aerie"))
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a playbook ended: ``successful`` or ``failed``; the messages of failed tasks; changed tasks by host."""
+    """How a playbook ended: ``successful`` or ``failed``; the messages of failed tasks; changed tasks by host; diffs.
+
+    ``diffs`` has a host, a file and its text before and after for each file that a task changed, or would change.
+    """
 
     status: str
     messages: str
     changed: dict[str, int]
+    diffs: list[tuple[str, str, str, str]]
 
 
 @pytest.fixture
 def playbook(tmp_path: Path) -> Callable[..., Run]:
     """Return a function that runs a playbook with extra variables, through ansible-runner."""
 
-    def run(name: str, inventories: tuple[Path, ...] = (), limit: str = "", **variables: object) -> Run:
+    def run(
+        name: str, inventories: tuple[Path, ...] = (), limit: str = "", check: bool = False, **variables: object
+    ) -> Run:
         result = ansible_runner.run(
-            private_data_dir=str(tmp_path),
+            # Of its own: ansible-runner finds there what an earlier run was given.
+            private_data_dir=tempfile.mkdtemp(dir=tmp_path),
             project_dir=str(ROOT),
             playbook=name,
             inventory=[str(INVENTORY), *map(str, inventories)],
             limit=limit or None,
+            cmdline="--check --diff" if check else None,
             extravars=variables,
             envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
             quiet=True,
@@ -46,9 +55,21 @@ def playbook(tmp_path: Path) -> Callable[..., Run]:
         failures = [event["event_data"]["res"] for event in events if event["event"] == "runner_on_failed"]
         (stats,) = [event["event_data"] for event in events if event["event"] == "playbook_on_stats"]
         messages = "\n".join(str(failure.get("msg", "")) for failure in failures)
-        return Run(result.status, messages, stats["changed"])
+        diffs = [
+            (event["event_data"]["host"], diff.get("after_header", ""), diff["before"], diff["after"])
+            for event in events
+            if event["event"] == "runner_on_ok" and event["event_data"]["res"].get("changed")
+            for diff in _list(event["event_data"]["res"].get("diff"))
+            if "after" in diff
+        ]
+        return Run(result.status, messages, stats["changed"], diffs)
 
     return run
+
+
+def _list(diff: object) -> list[dict[str, str]]:
+    """Return the diffs of one task's result, which may be one, several or none."""
+    return [diff] if isinstance(diff, dict) else diff if isinstance(diff, list) else []
 
 
 def on_host(command: str, host: str = "rot") -> str:

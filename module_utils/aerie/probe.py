@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be done on a host, from one look at it: cheap enough for every run, and without writing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.request
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ansible.module_utils.aerie.checkpoint import CheckpointError
+from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
+from ansible.module_utils.aerie.switch import Journal, environment, read_text, url
+from ansible.module_utils.aerie.target import inspect_target
+from ansible.module_utils.aerie.verification import quick_check
+
+_HEALTH_S = 3.0
+
+
+class Desired(NamedTuple):
+    """What a host is to have. ``request``: digests of all that the release is planned from, by name.
+
+    ``settings`` are texts of files that the service reads at its start, by path; ``reread`` of those that it reads
+    again whenever they change. ``target`` is the target's directory.
+    """
+
+    request: Mapping[str, str]
+    settings: Mapping[str, str]
+    reread: Mapping[str, str]
+    target: Path
+
+
+def reasons(releases: Releases, unit: Path, desired: Desired, cache: Path, remember: bool) -> list[str]:
+    """Return why there is something to be done on this host, one phrase each; nothing if all is as desired."""
+    if Journal(releases.root).load():
+        return ["a switch is under way"]
+    current = releases.current()
+    if not current:
+        return ["no release serves here yet"]
+    return [
+        *_other_request(releases.completion(current).get("request", {}), desired.request),
+        *_other_target(releases, current, desired.target),
+        *(f"{path} has other settings" for path in _different(desired.settings)),
+        *(f"{path} is to be written" for path in _different(desired.reread)),
+        *quick_check(releases, current, cache, remember),
+        *_not_serving(releases, current, unit, desired.settings),
+    ]
+
+
+def is_healthy(settings: Mapping[str, str | None]) -> bool:
+    """Say whether the service with these settings answers /health, which it does once its engine is up."""
+    try:
+        # A proxy of the environment must not answer for the service.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url(settings)}/health", timeout=_HEALTH_S) as response:
+            return bool(response.status == HTTPStatus.OK)
+    except (OSError, ValueError):
+        return False
+
+
+def describe(root: Path, unit: Path, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return what there is on a host: its releases, what serves, and what served before."""
+    releases = Releases(root)
+    current = releases.current()
+    confirmed = [entry for entry in releases.ledger() if entry.get("action") == "confirm" and entry["to"] == current]
+    installed = {path: read_text(Path(path)) for path in settings}
+    return {
+        "current": current,
+        "running": running_service(unit.name).release,
+        "healthy": is_healthy(installed),
+        "newest": releases.newest_deployment(),
+        "last_start_s": confirmed[-1].get("start_s") if confirmed else None,
+        "releases": releases.identities(),
+    }
+
+
+def _other_request(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*then, *now}):
+        if then.get(name) != now.get(name):
+            yield f"{name} changed"
+
+
+def _other_target(releases: Releases, identity: str, target: Path) -> Iterator[str]:
+    try:
+        found = inspect_target(target)["identity"]
+    except (CheckpointError, OSError) as error:
+        yield f"the target cannot be read: {error}"
+        return
+    with contextlib.suppress(ReleaseError):
+        if releases.record(identity)["inputs"].get("target") != found:
+            yield f"the target at {target} is another one"
+
+
+def _different(files: Mapping[str, str]) -> list[str]:
+    return sorted(path for path, text in files.items() if read_text(Path(path)) != text)
+
+
+def _not_serving(releases: Releases, identity: str, unit: Path, settings: Mapping[str, str]) -> Iterator[str]:
+    running = running_service(unit.name)
+    if not running.pid:
+        yield "the service does not run"
+    elif running.release != identity:
+        yield f"the service runs release {running.release or 'of another origin'}"
+    elif not running.has_settings(environment(settings)):
+        yield "the service runs with other settings"
+    elif not is_healthy(dict(settings)):
+        yield "the service does not answer /health"
+    if not releases.is_active(identity, unit):
+        yield f"{unit} is not the release's unit"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one host serves, since when, how well, and whether it is what was deployed; from one look, writing nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie.probe import is_healthy
+from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, parse_speculation, parse_unit
+from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
+from ansible.module_utils.aerie.switch import Journal, read_text, url
+from ansible.module_utils.aerie.verification import quick_check
+
+_METRICS_S = 5.0
+_MAX_METRICS = 4 << 20
+
+
+def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
+    """Return the state of the host; ``problems`` has all that somebody should look at, one sentence each."""
+    releases, journal = Releases(root), Journal(root)
+    current = releases.current()
+    installed = {str(path): read_text(path) for path in settings}
+    found = {
+        "release": current,
+        "running": running_service(unit.name).release,
+        "healthy": is_healthy(installed),
+        **_record(releases, current),
+        **_deployment(releases, current),
+        **_service(unit.name),
+        "acceptance": _acceptance(installed),
+        "switch": _under_way(journal),
+    }
+    return {
+        **found,
+        "problems": _problems(found, quick_check(releases, current, root / "digests.json", remember=False)),
+    }
+
+
+def _record(releases: Releases, identity: str) -> dict[str, Any]:
+    try:
+        inputs = releases.record(identity)["inputs"]
+    except ReleaseError:
+        return {"vllm": "", "patched": [], "drafter": "", "serves": {}}
+    return {
+        "vllm": inputs.get("vllm", ""),
+        "patched": sorted(inputs.get("patches", {})),
+        "drafter": inputs.get("drafter", ""),
+        "serves": inputs.get("serves", {}),
+    }
+
+
+def _deployment(releases: Releases, identity: str) -> dict[str, str]:
+    """Which deployment brought the current release, and when."""
+    for entry in reversed(releases.ledger()):
+        if entry.get("action") == "activate" and entry["to"] == identity:
+            return {"deployment": entry["deployment"], "deployed": entry["time"]}
+    return {"deployment": "", "deployed": ""}
+
+
+def _service(unit: str) -> dict[str, Any]:
+    command = ["systemctl", "show", unit, f"--property={','.join(UNIT_PROPERTIES)}"]
+    state = parse_unit(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    runs = state.active == "active" and state.started_at is not None
+    return {
+        "service": state.active or "unknown",
+        "uptime_s": round(time.monotonic() - (state.started_at or 0.0)) if runs else None,
+        "restarts": state.restarts,
+    }
+
+
+def _acceptance(settings: dict[str, str | None]) -> dict[str, Any] | None:
+    """Return what all traffic since the service's start moved; None without speculation, or without an answer."""
+    try:
+        # A proxy of the environment must not answer for the service.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url(settings)}/metrics", timeout=_METRICS_S) as response:
+            counters = parse_speculation(response.read(_MAX_METRICS).decode(errors="replace"))
+    except (OSError, ValueError):
+        return None
+    if counters is None:
+        return None
+    length = round(1 + counters.accepted_tokens / counters.drafts, 2) if counters.drafts else None
+    return {"drafts": counters.drafts, "accepted_tokens": counters.accepted_tokens, "length": length}
+
+
+def _under_way(journal: Journal) -> dict[str, str] | None:
+    if not journal.load():
+        return None
+    state = journal.state
+    facts = {name: str(state[name]) for name in ("deployment", "who", "started", "phase")}
+    return {**facts, "to": state["to"]["id"]}
+
+
+def _problems(found: dict[str, Any], drift: list[str]) -> list[str]:
+    if not found["release"]:
+        return ["no release serves here: run deploy.yml"]
+    problems = list(drift)
+    if found["switch"]:
+        switch = found["switch"]
+        problems.append(
+            f"a switch to {switch['to']} is under way (deployment {switch['deployment']}: {switch['phase']})"
+        )
+    if found["running"] != found["release"]:
+        problems.append(f"the service runs {found['running'] or 'no release'}, and not the current one: run deploy.yml")
+    elif not found["healthy"]:
+        problems.append("the service does not answer /health: see its journal")
+    return problems

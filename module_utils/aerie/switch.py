@@ -1,0 +1,565 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The switch of a host's service from one release to another: a program of its own, run by systemd on the host.
+
+Ansible starts it, follows it and confirms it, but is not needed for its end: a release that fails a gate, that nobody
+confirms, or that was being activated when the host or this program went down, makes way for the previous one. All that
+is to be known for that stands in the journal, written before each step. The unit that runs the program is the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie.acceptance import live_gate
+from ansible.module_utils.aerie.files import write_atomically
+from ansible.module_utils.aerie.host_key import LIFETIME_S, HostKeyError, host_key
+from ansible.module_utils.aerie.leftovers import Service
+from ansible.module_utils.aerie.readiness import Budget, Gate
+from ansible.module_utils.aerie.release import ReleaseError, Releases, canonical, parse_settings, running_service
+
+UNIT = "aerie-switch.service"
+
+# In the first of them nothing of the host's has been changed.
+REQUESTED = "requested"
+STOPPING = "stopping the service"
+CHECKING = "checking hidden states"
+ACTIVATING = "activating the release"
+STARTING = "starting the service"
+MEASURING = "measuring acceptance"
+AWAITING = "awaiting confirmation"
+CONFIRMING = "confirming"
+RESTORING = "restoring the previous release"
+
+CONFIRMED = "confirmed"
+RESTORED = "restored"
+NOT_RESTORED = "not restored"
+
+_POLL_S = 0.2
+_WATCH_S = 2.0
+_CLEAR_S = 30.0
+_ROOM_S = 1.0
+# What of a health gate's last look is kept.
+_TOLD = ("model", "url", "phase", "elapsed_s", "speculation", "tap_ids_logged")
+# What systemd says of a unit that runs, or that it tries to run.
+_UP = ("active", "activating", "reloading")
+# Room for the journal and the link when the way back is needed on a full disk.
+_BALLAST = bytes(1 << 20)
+
+
+class SwitchError(RuntimeError):
+    """A step that failed; the text says which and why."""
+
+
+# Failures with a text that is meant for users.
+_TOLD_FAILURES = (SwitchError, ReleaseError, HostKeyError, OSError)
+
+
+class Journal:
+    """The state of a switch, in a directory below the root of releases.
+
+    ``journal.json`` is there while a switch is under way, ``last.json`` is that of the last one that ended. Who follows
+    the switch leaves ``confirm`` or ``abort``, with the deployment's id in the first line and a reason in the second.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.directory = root / "switch"
+        self.path = self.directory / "journal.json"
+        self.last_path = self.directory / "last.json"
+        self._ballast = self.directory / "ballast"
+        self.state: dict[str, Any] = {}
+
+    def load(self) -> bool:
+        """Read the state; return whether a switch is under way."""
+        self.state = _json(self.path)
+        return bool(self.state)
+
+    def last(self) -> dict[str, Any]:
+        """Return the state in which the last switch ended, or nothing."""
+        return _json(self.last_path)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until nobody else is about to begin a switch, and keep others from it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def open(self, request: Mapping[str, Any]) -> None:
+        """Begin a switch."""
+        # Answers to an earlier switch, and what a killed program was about to write.
+        for path in (self.directory / "confirm", self.directory / "abort", *self.directory.glob(".*")):
+            path.unlink(missing_ok=True)
+        self.state = {**request, "phase": REQUESTED, "phases": [], "gates": [], "progress": {}, "boot": boot_id()}
+        try:
+            self._ballast.write_bytes(_BALLAST)
+            self.save()
+        except OSError as error:
+            self.give_room()
+            raise SwitchError(f"{self.directory} cannot be written: {error.strerror}. Nothing was restarted") from error
+
+    def save(self) -> None:
+        write_atomically(self.path, canonical(self.state))
+
+    def enter(self, phase: str, **facts: object) -> None:
+        """Note that ``phase`` begins, with what else is known by now. It does not if that cannot be written."""
+        phases = [*self.state["phases"], {"phase": phase, "at": round(time.time(), 2)}]
+        entered = {**self.state, **facts, "phase": phase, "phases": phases, "progress": {}}
+        write_atomically(self.path, canonical(entered))
+        self.state = entered
+
+    def progress(self, facts: Mapping[str, Any]) -> None:
+        """Note how far the phase is, for those who follow. The switch does not depend on it."""
+        if facts != self.state["progress"]:
+            self.state["progress"] = dict(facts)
+            with contextlib.suppress(OSError):
+                self.save()
+
+    def close(self, outcome: str, message: str) -> None:
+        """End the switch."""
+        self.state.update(outcome=outcome, message=message, ended=round(time.time(), 2))
+        self.save()
+        self.give_room()
+        self.path.replace(self.last_path)
+
+    def give_room(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    def told(self, what: str) -> str | None:
+        """Return the reason that was given with ``confirm`` or ``abort`` for this deployment; None if there is none."""
+        try:
+            deployment, _, reason = (self.directory / what).read_text().partition("\n")
+        except OSError:
+            return None
+        return reason.strip() if deployment == self.state["deployment"] else None
+
+    def tell(self, what: str, deployment: str, reason: str = "") -> None:
+        """Leave ``confirm`` or ``abort`` for the program."""
+        write_atomically(self.directory / what, f"{deployment}\n{reason}\n".encode())
+
+
+class Switch:
+    """One switch, from its journal."""
+
+    def __init__(self, root: Path, journal: Journal) -> None:
+        self._releases = Releases(root)
+        self._journal = journal
+        state = journal.state
+        self._unit = Path(state["unit"])
+        self._from: dict[str, Any] = state["from"]
+        self._to: dict[str, Any] = state["to"]
+
+    def run(self) -> str:
+        """Switch, and return the outcome. What fails before the confirmation is undone."""
+        try:
+            self._stop()
+            self._check_numbers()
+            self._activate()
+            self._start()
+            self._measure()
+            self._await_confirmation()
+        except Exception as error:  # Whatever it is: nothing unproved stays.
+            return self.restore(_words(error))
+        return self.confirm()
+
+    def confirm(self) -> str:
+        """End a switch that was confirmed. May be repeated after an interruption."""
+        state = self._journal.state
+        entry = {"action": "confirm", "to": self._to["id"], "gates": state["gates"]}
+        timing = {"start_s": state.get("start_s"), "downtime_s": state.get("downtime_s")}
+        if self._last_action() != "confirm":
+            self._write_to_ledger({**entry, **timing})
+        self.close(CONFIRMED, f"release {self._to['id']} serves")
+        return CONFIRMED
+
+    def restore(self, reason: str, ready: Callable[[], None] = lambda: None) -> str:
+        """Bring back what was there before, and return the outcome.
+
+        ``ready`` is called when systemd may start the service: what it is to run is decided then. May be repeated.
+        """
+        self._journal.give_room()
+        state = self._journal.state
+        failed_phase = state.setdefault("failed_phase", state["phase"])
+        reason = state.setdefault("reason", reason)
+        # Where the disk is still full, the way back is taken without a note.
+        with contextlib.suppress(OSError):
+            self._journal.enter(RESTORING)
+        try:
+            if failed_phase == REQUESTED:
+                ready()
+                outcome, message = RESTORED, "nothing had been changed yet"
+            else:
+                with contextlib.suppress(SwitchError):
+                    # What remains of the release that failed does not keep the previous one from being tried.
+                    self._stop_service()
+                self._put_back()
+                ready()
+                outcome, message = self._serve_again()
+        except Exception as error:  # A program that dies here would be started again, and stop the service again.
+            ready()
+            outcome, message = NOT_RESTORED, _words(error)
+        last = self._last_action()
+        if last == "activate" or (outcome == NOT_RESTORED and last != "restore"):
+            entry = {"action": "restore", "from": self._to["id"], "to": self._from["id"], "why": reason}
+            self._write_to_ledger({**entry, "outcome": outcome})
+        self.close(outcome, message)
+        return outcome
+
+    def close(self, outcome: str, message: str) -> None:
+        """End the switch."""
+        _with_room(lambda: self._journal.close(outcome, message))
+
+    def _last_action(self) -> str:
+        """Return what the ledger has last of this deployment."""
+        deployment = self._journal.state["deployment"]
+        same = [entry for entry in self._releases.ledger() if entry.get("deployment") == deployment]
+        return str(same[-1]["action"]) if same else ""
+
+    def _write_to_ledger(self, entry: Mapping[str, Any]) -> None:
+        full = {"deployment": self._journal.state["deployment"], **entry}
+        _with_room(lambda: self._releases.append_to_ledger(full))
+
+    def _stop(self) -> None:
+        self._heed_abort()
+        self._journal.enter(STOPPING, stopped_at=time.monotonic())
+        self._stop_service()
+        self._heed_abort()
+
+    def _stop_service(self) -> None:
+        settings = {path: read_text(Path(path)) for path in self._to["settings"]}
+        service = Service(self._journal.state["user"], *endpoint(settings))
+        before = list(service.processes())
+        # 5: there is no such unit, before the first deploy.
+        systemctl("stop", self._unit.name, fine=(0, 5))
+        remains = service.clear(_CLEAR_S, before)
+        if remains:
+            raise SwitchError(f"the service was stopped, but this remains of it: {'; '.join(remains)}")
+
+    def _check_numbers(self) -> None:
+        """The numeric check of hidden states where it needs the GPUs, which are free now and only now."""
+        numeric = self._journal.state["numeric"]
+        if not numeric:
+            return
+        self._journal.enter(CHECKING)
+        self._judge(run_numeric(numeric["argv"], numeric["budget_s"]), numeric["mode"])
+
+    def _activate(self) -> None:
+        self._journal.enter(ACTIVATING)
+        self._heed_abort()
+        state = self._journal.state
+        entry = {"action": "activate", "why": state["why"], "from": self._from["id"], "to": self._to["id"]}
+        # Before it is done: whatever happens then, the ledger does not say less than what was.
+        self._releases.append_to_ledger({"deployment": state["deployment"], **entry})
+        for path, text in self._to["settings"].items():
+            _put(Path(path), text)
+        self._releases.activate(self._to["id"], self._unit)
+        systemctl("daemon-reload")
+        # A release that failed to start may have used up the starts that systemd allows.
+        systemctl("reset-failed", self._unit.name, fine=None)
+        systemctl("enable", self._unit.name)
+
+    def _start(self) -> None:
+        began = time.monotonic()
+        self._journal.enter(STARTING)
+        self._start_service()
+        gate = self._watch(self._to)
+        seconds = {"start_s": round(time.monotonic() - began, 1)}
+        seconds["downtime_s"] = round(time.monotonic() - self._journal.state["stopped_at"], 1)
+        self._journal.state.update(seconds)
+        self._judge(gate, "enforce")
+
+    def _start_service(self) -> None:
+        # Until it runs: before, it looks like one that has ended. The gate tells why it does not, and better.
+        systemctl("start", self._unit.name, fine=None)
+
+    def _measure(self) -> None:
+        live = self._journal.state["live"]
+        serves = self._serves(self._to)
+        if live["mode"] == "off":
+            return
+        self._journal.enter(MEASURING)
+        config = {
+            **live["config"],
+            "url": url(self._to["settings"]),
+            "model": serves["model"],
+            "speculative_tokens": serves["speculative_tokens"],
+            "exclusive": True,
+            # A release that one goes back to is compared with itself: it may accept less than the one that it replaces.
+            "last_good": last_good(self._releases, self._to["id"]) or last_good(self._releases, self._from["id"]),
+        }
+        with self._key() as key:
+            self._judge(live_gate(config, key), live["mode"])
+
+    def _await_confirmation(self) -> None:
+        running = running_service(self._unit.name)
+        budget = self._journal.state["confirm_s"]
+        self._journal.enter(AWAITING)
+        deadline = time.monotonic() + budget
+        while Path(f"/proc/{running.pid}").exists():
+            if self._journal.told("confirm") is not None:
+                break
+            self._heed_abort()
+            if time.monotonic() > deadline:
+                raise SwitchError(f"nobody confirmed the release within {budget:g} s")
+            time.sleep(_POLL_S)
+        else:
+            raise SwitchError("the service ended while it waited for confirmation")
+        self._journal.enter(CONFIRMING)
+
+    def _put_back(self) -> None:
+        for path, text in self._from["settings"].items():
+            _put(Path(path), text)
+        if not self._from["enabled"]:
+            systemctl("disable", self._unit.name, fine=None)
+        if self._from["id"]:
+            self._releases.activate(self._from["id"], self._unit)
+        else:
+            self._releases.deactivate(self._unit)
+        systemctl("daemon-reload", fine=None)
+        systemctl("reset-failed", self._unit.name, fine=None)
+
+    def _serve_again(self) -> tuple[str, str]:
+        if not self._from["id"]:
+            return RESTORED, "no release serves, as before"
+        if not self._from["up"]:
+            return RESTORED, f"release {self._from['id']} is current and stopped, as before"
+        self._start_service()
+        try:
+            gate = self._watch(self._from, heed_abort=False)
+        except HostKeyError as error:
+            return NOT_RESTORED, f"release {self._from['id']} was started, but nobody could look: {error}"
+        if gate["verdict"] != "passed":
+            return NOT_RESTORED, f"release {self._from['id']} was put back, but: {gate['message']}"
+        return RESTORED, f"release {self._from['id']} serves again"
+
+    def _watch(self, release: Mapping[str, Any], heed_abort: bool = True) -> dict[str, Any]:
+        """Follow a start until it is ready or has failed; return the gate's result."""
+        serves = self._serves(release)
+        budget_s = self._journal.state["start_s_budget"]
+        deadline = time.monotonic() + budget_s
+        start_id = ""
+        with self._key() as key:
+            gate = Gate(
+                host=platform.node(),
+                unit=self._unit.name,
+                url=url(release["settings"]),
+                model=serves["model"],
+                speculative=serves["speculative_tokens"] > 0,
+                api_key=key,
+                run=_output,
+                budget=Budget(serves.get("target_bytes", 0), budget_s, self._journal.state["stuck_after_s"]),
+            )
+            while True:
+                status = gate.watch(start_id, min(_WATCH_S, max(deadline - time.monotonic(), 0)))
+                start_id = status.start_id
+                facts = {**status._asdict(), "model": serves["model"], "url": url(release["settings"])}
+                facts["speculation"] = status.speculation._asdict() if status.speculation else None
+                tail = facts.pop("journal_tail")
+                fault = facts.pop("fault")
+                told = {name: facts[name] for name in _TOLD}
+                if status.ready:
+                    return {"gate": "health", "verdict": "passed", "message": "a token was generated", **told}
+                if not fault and time.monotonic() >= deadline:
+                    fault = f"vLLM was not ready after {budget_s:g} s: it is at {status.phase}"
+                if fault:
+                    return {"gate": "health", "verdict": "failed", "message": fault, **told, "journal_tail": tail}
+                self._journal.progress(facts)
+                if heed_abort:
+                    self._heed_abort()
+
+    def _judge(self, result: Mapping[str, Any], mode: str) -> None:
+        """Note a gate's result; a failure of one that is not advisory ends the switch."""
+        self._journal.state["gates"].append({**result, "mode": mode})
+        if result["verdict"] == "failed" and mode == "enforce":
+            self._journal.state["failed_gate"] = result["gate"]
+            raise SwitchError(result["message"])
+
+    def _serves(self, release: Mapping[str, Any]) -> dict[str, Any]:
+        serves: dict[str, Any] = self._releases.record(release["id"])["inputs"]["serves"]
+        return serves
+
+    def _heed_abort(self) -> None:
+        reason = self._journal.told("abort")
+        if reason is not None:
+            raise SwitchError(reason or "the switch was aborted")
+
+    def _key(self) -> contextlib.AbstractContextManager[str]:
+        state = self._journal.state
+        return host_key(group=state["user"], lifetime_s=LIFETIME_S + state["start_s_budget"])
+
+
+def whose(state: Mapping[str, Any]) -> str:
+    """Say whose switch is under way, and what its finder can do."""
+    who = f" by {state['who']}" if state["who"] else ""
+    return (
+        f"a switch to release {state['to']['id']} is under way on this host: deployment {state['deployment']}, started"
+        f"{who} at {state['started']}, now {state['phase']}. Wait for its end with -e switch_in_progress=wait, or have "
+        "it undone with -e switch_in_progress=take_over"
+    )
+
+
+def environment(settings: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the variables that the service's process has of these settings: of the environment files among them."""
+    texts = [text or "" for path, text in settings.items() if path.endswith(".env")]
+    return {name: value for text in texts for name, value in parse_settings(text).items()}
+
+
+def endpoint(settings: Mapping[str, str | None]) -> tuple[str, int]:
+    """Return where a service with these settings is asked from its own host: an address and a port (0: unknown)."""
+    values = environment(settings)
+    address = values.get("AERIE_HOST", "")
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address), int(values.get("AERIE_PORT", 0))
+
+
+def url(settings: Mapping[str, str | None]) -> str:
+    """Return the root of the service's endpoints for a program on its own host."""
+    address, port = endpoint(settings)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def last_good(releases: Releases, identity: str) -> dict[str, Any] | None:
+    """Return the newest live gate that ``identity`` passed on this host, to compare with."""
+    for entry in reversed(releases.ledger()):
+        if entry.get("action") == "confirm" and entry["to"] == identity:
+            for gate in entry["gates"]:
+                if gate["gate"] == "live" and gate["verdict"] in ("passed", "warned"):
+                    found: dict[str, Any] = gate
+                    return found
+    return None
+
+
+def run_numeric(argv: list[str], budget_s: float) -> dict[str, Any]:
+    """Run the program of the numeric check, which prints its verdict as the last line."""
+    try:
+        result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=budget_s)
+        verdict: dict[str, Any] = json.loads(result.stdout.strip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        return {"gate": "numeric", "verdict": "not_run", "message": f"it took longer than {budget_s:g} s"}
+    except (OSError, ValueError) as error:
+        return {"gate": "numeric", "verdict": "not_run", "message": f"{argv[0]} gave no verdict: {error}"}
+    return verdict
+
+
+def systemctl(*arguments: str, fine: tuple[int, ...] | None = (0,)) -> None:
+    """Call systemctl. Raises SwitchError with what it said where its status is not among ``fine`` (None: all are)."""
+    result = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, check=False)
+    if fine is not None and result.returncode not in fine:
+        raise SwitchError(f"systemctl {' '.join(arguments)} failed: {result.stderr.strip()}")
+
+
+def is_up(unit: str) -> bool:
+    """Say whether systemd runs a unit, or tries to."""
+    return _output(["systemctl", "show", "--property=ActiveState", "--value", unit]).strip() in _UP
+
+
+def is_enabled(unit: str) -> bool:
+    return _output(["systemctl", "is-enabled", unit]).strip() == "enabled"
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def read_text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _put(path: Path, text: str | None) -> None:
+    """Give a file this text, or have none; touch nothing where it is so already."""
+    if text is None:
+        path.unlink(missing_ok=True)
+    elif read_text(path) != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _output(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, check=False)
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else ""
+
+
+def _with_room(write: Callable[[], None]) -> None:
+    """Write, and wait on a full disk: a program that died of it would be started again, and stop the service again."""
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        time.sleep(_ROOM_S)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, _TOLD_FAILURES):
+        return str(error)
+    traceback.print_exception(type(error), error, error.__traceback__)
+    return f"{type(error).__name__}: {error}"
+
+
+def _notify_systemd() -> None:
+    """Tell systemd that the unit is up; what is ordered after it may start."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stream:
+            stream.connect(address.replace("@", "\0", 1) if address.startswith("@") else address)
+            stream.sendall(b"READY=1")
+
+
+def main(root: Path) -> int:
+    """Run the switch that the journal below ``root`` asks for, or undo the one that was cut off."""
+    # Read here, and not at the import: Ansible's modules import this file, too.
+    os.umask(0o022)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    journal = Journal(root)
+    if not journal.load():
+        return 0
+    switch = Switch(root, journal)
+    state = journal.state
+    rebooted = state["boot"] != boot_id()
+    if "outcome" in state:
+        _notify_systemd()
+        outcome = state["outcome"]
+        switch.close(outcome, state["message"])
+    elif state["phase"] == REQUESTED and not rebooted:
+        _notify_systemd()
+        outcome = switch.run()
+    elif state["phase"] == CONFIRMING:
+        _notify_systemd()
+        outcome = switch.confirm()
+    else:
+        what = "the host was rebooted" if rebooted else "the switch program was killed"
+        outcome = switch.restore(f"{what} while {state['phase']}", ready=_notify_systemd)
+    print(f"{outcome}: {journal.state['message']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters that plan a rollout and say how it went, and how a fleet stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ansible.constants as C
+import ansible.module_utils
+from ansible.errors import AnsibleFilterError
+
+# Ansible gives modules this search path, but not the plugins that run on the control node.
+ansible.module_utils.__path__.extend(set(C.DEFAULT_MODULE_UTILS_PATH) - set(ansible.module_utils.__path__))
+
+from ansible.module_utils.aerie.fleet import fleet, history  # noqa: E402
+from ansible.module_utils.aerie.rollout import RolloutError, end_of, plan, report  # noqa: E402
+
+
+def aerie_rollout(hosts: Sequence[str], replica_of: Mapping[str, str], batch: str) -> dict[str, Any]:
+    """Return the rollout of ``hosts`` with the keys ``hosts`` and ``batches``."""
+    try:
+        return plan(list(hosts), dict(replica_of), batch)._asdict()
+    except RolloutError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def aerie_replica_of(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the replica of each host; a host whose variables name none is one by itself."""
+    return {host: str(variables[host].get("aerie_replica", host)) for host in hosts}
+
+
+def aerie_outcomes(hosts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return how the switch of each host stands, by host, from the variables of ``hosts``."""
+    ends = [end_of(variables["inventory_hostname"], variables) for variables in hosts]
+    return {end.host: end.outcome for end in ends}
+
+
+def aerie_report(hosts: Sequence[Mapping[str, Any]], all_hosts: Sequence[str]) -> str:
+    """Say what happened to ``hosts``, a batch; the hosts after it in the rollout's order were not touched."""
+    ends = [end_of(variables["inventory_hostname"], variables) for variables in hosts]
+    last = max(list(all_hosts).index(end.host) for end in ends)
+    return report(ends, list(all_hosts)[last + 1 :])
+
+
+def aerie_fleet(
+    hosts: Sequence[str], gateways: Sequence[str], variables: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a row for each host, from what the plays before registered."""
+    states = {host: variables[host].get("release_state", {}) for host in hosts}
+    listed = {gateway: variables[gateway].get("gateway_listed", {}) for gateway in gateways}
+    return fleet(list(hosts), states, listed)
+
+
+def aerie_history(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line for each entry of the hosts' ledgers."""
+    return history({host: variables[host].get("release_state", {}).get("ledger", []) for host in hosts})
+
+
+class FilterModule:
+    """What Ansible looks for."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "aerie_fleet": aerie_fleet,
+            "aerie_history": aerie_history,
+            "aerie_outcomes": aerie_outcomes,
+            "aerie_replica_of": aerie_replica_of,
+            "aerie_report": aerie_report,
+            "aerie_rollout": aerie_rollout,
+        }

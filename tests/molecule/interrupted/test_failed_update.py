@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A release that is no good stops at the canary, which has its old one back; the other replica is not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from ansible.module_utils.aerie import switch
+from fleet import SERVICE, Machine
+from scenario import Run
+from traffic import Traffic
+
+
+class Bad(NamedTuple):
+    """Faults of a release, the gate that finds them, and what it says."""
+
+    environment: dict[str, Any]
+    gate: str
+    says: str
+
+
+RELEASES = {
+    "dies at its start": Bad({"STAND_IN_DIE": "traceback"}, "health", "the stand-in was told to die: traceback"),
+    "ends without a word": Bad({"STAND_IN_DIE": "clean"}, "health", "exited with status 0"),
+    "is never healthy": Bad({"STAND_IN_HEALTH": "never"}, "health", "was not ready after"),
+    "does not speculate": Bad({"STAND_IN_COUNTERS": "missing"}, "health", "serves without speculative decoding"),
+    "accepts nothing": Bad({"STAND_IN_ACCEPTANCE": 0}, "live", "Acceptance length 1.00"),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_bad_release_is_undone(
+    release: str, fleet: dict[str, Machine], served: str, traffic: Traffic, playbook: Callable[..., Run]
+) -> None:
+    bad = RELEASES[release]
+    failures = len(traffic.failures)
+    untouched = fleet["right"].pids(SERVICE)
+    run = playbook("deploy.yml", vllm_service_environment=bad.environment, vllm_service_start_budget=10)
+
+    assert run.status == "failed"
+    assert f"left: the switch from {served} to " in run.messages
+    assert f"failed at the gate `{bad.gate}`" in run.messages
+    assert bad.says in run.messages
+    assert f"{served} serves again" in run.messages
+    assert "Not touched: right." in run.messages
+
+    assert fleet["left"].last()["outcome"] == switch.RESTORED
+    assert fleet["left"].served().release == served
+    assert fleet["right"].pids(SERVICE) == untouched
+    assert fleet["gate"].gateway() == {"left": "UP", "right": "UP"}
+    assert traffic.failures[failures:] == []

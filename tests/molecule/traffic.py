@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that asks all the time, for answers and for streams, and compares each with what it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+_TIMEOUT_S = 30.0
+_PAUSE_S = 0.02
+_TOKENS = 8
+
+
+class Traffic:
+    """Asks ``address`` with ``at_once`` requests under way at any time, half of them streams.
+
+    ``expected`` gives the text that must follow a prompt. ``failures`` has what went wrong, ``answered`` the answers by
+    the host and the release that gave them, where that is told (the stand-in tells it).
+    """
+
+    def __init__(
+        self, address: tuple[str, int], key: str, model: str, expected: Callable[[str, int], str], at_once: int = 4
+    ) -> None:
+        self.failures: list[str] = []
+        self.answered: Counter[tuple[str, str]] = Counter()
+        self._address = address
+        self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self._model = model
+        self._expected = expected
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(at_once)]
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, number: int) -> None:
+        count = 0
+        while not self._stop.wait(_PAUSE_S):
+            prompt = f"client {number} asks for the time number {count}"
+            stream = (number + count) % 2 == 0
+            try:
+                text, who = self._complete(prompt, stream)
+            except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
+                self.failures.append(f"{time.strftime('%T')} {'stream' if stream else 'answer'}: {error!r}")
+            else:
+                if text != self._expected(prompt, _TOKENS):
+                    self.failures.append(f"{time.strftime('%T')} {who} answered {text!r} to {prompt!r}")
+                self.answered[who] += 1
+            count += 1
+
+    def _complete(self, prompt: str, stream: bool) -> tuple[str, tuple[str, str]]:
+        """Return the text that follows ``prompt``, and the host and the release that it came from, if that is told."""
+        request = {"model": self._model, "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "stream": stream}
+        # A connection for each request: one that is kept may be closed at the moment in which it is used again.
+        connection = http.client.HTTPConnection(*self._address, timeout=_TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(request), self._headers)
+            response = connection.getresponse()
+            body = response.read().decode()
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {body[:200]}")
+        answers: list[dict[str, Any]] = [json.loads(body)] if not stream else _events(body)
+        host, _, release = (answers[0].get("system_fingerprint") or "? ? ?").split(" ")
+        return "".join(answer["choices"][0]["text"] for answer in answers), (host, release)
+
+
+def _events(body: str) -> list[dict[str, Any]]:
+    *events, last = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    if last != "[DONE]":
+        raise ValueError(f"a stream was cut after {len(events)} events")
+    return [json.loads(event) for event in events]

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one look at a host: whatever differs is a reason and says so, and nothing else is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ansible.module_utils.aerie.drafter import content_digest
+from ansible.module_utils.aerie.files import sha256_bytes
+from ansible.module_utils.aerie.target import inspect_target
+from model_files import write_kimi
+from modules import run_module
+from switched_host import SERVICE, Host, host_below
+
+ROOT = Path(__file__).parents[2]
+REQUEST = {"the lock": "1", "the drafter": "2", "vllm_service_options": "3"}
+WEIGHTS = b"weights"
+PATCHED = b"patched = True\n"
+
+
+class Probed(Host):
+    """A host on which a release with a drafter, a patched vLLM and a target serves."""
+
+    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        super().__init__(directory, capsys)
+        self._reader = capsys
+        self.target = write_kimi(directory / "kimi")
+        self.keys_file = self.etc / "api-keys"
+        self.reread = {str(self.keys_file): "digest\n"}
+
+    def set_up(self) -> str:
+        facts = [{"name": "model.safetensors", "sha256": sha256_bytes(WEIGHTS), "size": len(WEIGHTS)}]
+        drafter = content_digest(facts)
+        self.drafter = self.root / "store" / drafter
+        self.drafter.mkdir(parents=True)
+        (self.drafter / "model.safetensors").write_bytes(WEIGHTS)
+        more = {
+            "drafter": drafter,
+            "target": inspect_target(self.target)["identity"],
+            "patches": {"models/a.py": sha256_bytes(PATCHED)},
+        }
+        identity = self.stage("new", complete=False, more=more)
+        self.package = self.releases.path(identity) / "venv/lib/python3.12/site-packages/vllm"
+        (self.package / "models").mkdir(parents=True)
+        (self.package / "models/a.py").write_bytes(PATCHED)
+        (self.package / "models/b.py").write_text("")
+        self.releases.complete(identity, REQUEST)
+        self.keys_file.write_text("digest\n")
+        self.serve(identity)
+        return identity
+
+    def probe(self, check_mode: bool = False, **arguments: object) -> dict[str, Any]:
+        common = {
+            "root": str(self.root),
+            "unit": str(self.unit),
+            "settings": self.settings(),
+            "reread": self.reread,
+            "target": str(self.target),
+            "request": REQUEST,
+        }
+        return run_module("release_probe", {**common, **arguments}, self._reader, check_mode)
+
+
+@pytest.fixture
+def host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Probed]:
+    with host_below(tmp_path, capsys, monkeypatch, Probed) as made:
+        yield made
+
+
+def test_a_host_that_is_as_wanted(host: Probed) -> None:
+    identity = host.set_up()
+    before = host.tree()
+    found = host.probe(check_mode=True)
+    # In check mode nothing is written; otherwise what is, is a cache of digests.
+    assert host.tree() == before
+    assert (found["failed"], found["changed"], found["reasons"]) == (False, False, [])
+    assert {name: found[name] for name in ("current", "running", "healthy", "releases", "request", "aim")} == {
+        "current": identity,
+        "running": identity,
+        "healthy": True,
+        "releases": [identity],
+        "request": REQUEST,
+        "aim": "",
+    }
+    assert found["newest"] == {"deployment": "first", "from": "", "to": identity}
+    assert host.probe()["reasons"] == []
+    assert {Path(path).name for path in host.tree().keys() - before.keys()} == {"digests.json", "digests.json.lock"}
+    # Weights are not read again while nobody touched them.
+    digests = host.root / "digests.json"
+    cache = json.loads(digests.read_text())
+    (entry,) = cache.values()
+    digests.write_text(json.dumps({name: {**entry, "sha256": "0" * 64} for name in cache}))
+    assert [reason for reason in host.probe()["reasons"] if "drafter" in reason] != []
+
+
+def test_how_long_the_last_start_took(host: Probed) -> None:
+    identity = host.set_up()
+    for seconds in (70.5, 68.0):
+        entry = {"deployment": "d", "action": "confirm", "to": identity, "gates": [], "start_s": seconds}
+        host.releases.append_to_ledger(entry)
+    assert host.probe()["last_start_s"] == 68.0
+
+
+def edited(path: Callable[[Probed], Path], text: str = "edited") -> Callable[[Probed], dict[str, Any]]:
+    def change(host: Probed) -> dict[str, Any]:
+        path(host).write_text(text)
+        return {}
+
+    return change
+
+
+def given(**arguments: object) -> Callable[[Probed], dict[str, Any]]:
+    return lambda host: arguments
+
+
+def other_settings(host: Probed) -> dict[str, Any]:
+    return {"settings": host.settings(AERIE_PORT_OF="1")}
+
+
+def a_drop_in(host: Probed) -> dict[str, Any]:
+    return {"settings": {**host.settings(), str(host.etc / "vllm.service.d/x.conf"): "[Service]\nLimitNOFILE=9\n"}}
+
+
+def settings_written_by_hand(host: Probed) -> dict[str, Any]:
+    """What runs has the settings that the file had."""
+    (host.etc / "vllm.env").write_text("# edited\n")
+    return {}
+
+
+def settings_written_since(host: Probed) -> dict[str, Any]:
+    settings = host.settings(TOY="1")
+    (host.etc / "vllm.env").write_text(settings[str(host.etc / "vllm.env")])
+    return {"settings": settings}
+
+
+def other_key(host: Probed) -> dict[str, Any]:
+    return {"reread": {str(host.keys_file): "another\n"}}
+
+
+def touched(host: Probed) -> dict[str, Any]:
+    os.utime(host.package / "models/b.py", (1, 1))
+    return {}
+
+
+def removed(host: Probed) -> dict[str, Any]:
+    (host.package / "models/b.py").unlink()
+    return {}
+
+
+def stopped(host: Probed) -> dict[str, Any]:
+    host.power_cut()
+    return {}
+
+
+def another_runs(host: Probed) -> dict[str, Any]:
+    host.releases.activate(host.stage("other"), host.unit)
+    return {}
+
+
+def not_noted(host: Probed) -> dict[str, Any]:
+    (host.root / "staged" / f"{host.releases.current()}.json").unlink()
+    return {}
+
+
+def no_drafter(host: Probed) -> dict[str, Any]:
+    host.drafter.rename(host.root / "elsewhere")
+    return {}
+
+
+def weights(host: Probed) -> Path:
+    return host.drafter / "model.safetensors"
+
+
+def under_way(host: Probed) -> dict[str, Any]:
+    host.start(host.stage("other"))
+    return {"in_progress": "wait"}
+
+
+# What is done, and the one reason that it gives, of which {} are names on the host.
+CHANGES: dict[str, tuple[Callable[[Probed], dict[str, Any]], str]] = {
+    "lock": (given(request={**REQUEST, "the lock": "9"}), "the lock changed"),
+    "drafter": (given(request={**REQUEST, "the drafter": "9"}), "the drafter changed"),
+    "options": (given(request={**REQUEST, "vllm_service_options": "9"}), "vllm_service_options changed"),
+    "new variable": (given(request={**REQUEST, "another": "1"}), "another changed"),
+    "variable that is gone": (given(request={"the lock": "1", "the drafter": "2"}), "vllm_service_options changed"),
+    "target": (edited(lambda host: host.target / "tiktoken.model"), "the target at {target} is another one"),
+    "target's code": (edited(lambda host: host.target / "processing_kimi.py"), "the target at {target} is another one"),
+    "settings file": (settings_written_by_hand, "{etc}/vllm.env has other settings"),
+    "settings since its start": (settings_written_since, "the service runs with other settings"),
+    "drop-in": (a_drop_in, "{etc}/vllm.service.d/x.conf has other settings"),
+    "key": (other_key, "{etc}/api-keys is to be written"),
+    "key file": (edited(lambda host: host.keys_file), "{etc}/api-keys is to be written"),
+    "unit": (edited(lambda host: host.unit), "{etc}/vllm.service is not the release's unit"),
+    "other file": (touched, "files of {venv} were edited, added or removed"),
+    "removed file": (removed, "files of {venv} were edited, added or removed"),
+    "weights": (edited(weights), "a file of the drafter {drafter} was edited, added or removed: "),
+    "more weights": (
+        edited(lambda host: host.drafter / "more.safetensors"),
+        "a file of the drafter {drafter} was edited, added or removed: ",
+    ),
+    "no drafter": (no_drafter, "the drafter {drafter} is missing: run deploy.yml"),
+    "stopped": (stopped, "the service does not run"),
+    "not whole": (not_noted, "release {identity} is not wholly staged"),
+    "under way": (under_way, "a switch is under way"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_is_the_reason(host: Probed, name: str) -> None:
+    identity = host.set_up()
+    # So that what is remembered does not hide what changed.
+    host.probe()
+    change, text = CHANGES[name]
+    arguments = change(host)
+    venv = host.releases.path(identity) / "venv"
+    names = {"target": host.target, "etc": host.etc, "venv": venv, "drafter": host.drafter, "identity": identity}
+    reasons = host.probe(**arguments)["reasons"]
+    if name == "not whole":
+        # Nor is known then what it was planned from.
+        assert reasons[:3] == [f"{one} changed" for one in sorted(REQUEST)]
+        reasons = reasons[3:]
+    assert len(reasons) == 1, reasons
+    assert reasons[0].startswith(text.format(**names))
+
+
+def test_a_patched_file_that_was_edited_is_named(host: Probed) -> None:
+    identity = host.set_up()
+    path = host.package / "models/a.py"
+    stamp = path.stat()
+    path.write_bytes(PATCHED.replace(b"True", b"Fals"))
+    # Although its size and time are as they were.
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert host.probe()["reasons"] == [f"{path} is not as its patch set wrote it"]
+    assert identity == host.releases.current()
+
+
+def test_a_file_of_the_release_that_was_edited_is_named(host: Probed) -> None:
+    identity = host.set_up()
+    (host.releases.path(identity) / "serve.yaml").write_text("{}")
+    (reason,) = host.probe()["reasons"]
+    assert reason.startswith(f"a file of {host.releases.path(identity)} was edited or removed: ")
+
+
+def test_a_service_that_runs_another_release_is_named(host: Probed) -> None:
+    host.set_up()
+    running = host.releases.current()
+    another_runs(host)
+    assert f"the service runs release {running}" in host.probe()["reasons"]
+
+
+def test_a_service_that_does_not_answer_is_named(host: Probed) -> None:
+    identity = host.stage("ill", health=503, more={"target": inspect_target(host.target)["identity"]})
+    host.releases.complete(identity, REQUEST)
+    host.keys_file.write_text("digest\n")
+    host.serve(identity)
+    found = host.probe()
+    assert (found["reasons"], found["healthy"]) == (["the service does not answer /health"], False)
+
+
+def test_a_target_that_cannot_be_read_is_named(host: Probed) -> None:
+    host.set_up()
+    found = host.probe(target="/nowhere")
+    assert len(found["reasons"]) == 1
+    assert found["reasons"][0].startswith("the target cannot be read: /nowhere: no such directory on this host")
+
+
+@pytest.mark.parametrize("check_mode", [True, False])
+def test_an_empty_host(host: Probed, check_mode: bool) -> None:
+    before = host.tree()
+    found = host.probe(check_mode, root=str(host.root / "absent"))
+    assert host.tree() == before
+    assert found["reasons"] == ["no release serves here yet"]
+    assert (found["current"], found["running"], found["healthy"]) == ("", "", False)
+    assert (found["newest"], found["last_start_s"], found["releases"]) == ({}, None, [])
+
+
+def test_a_switch_that_is_under_way_is_refused_and_said_whose(host: Probed) -> None:
+    host.set_up()
+    under_way(host)
+    assert "is under way on this host: deployment second" in host.probe()["msg"]
+    assert host.probe(in_progress="take_over")["reasons"] == ["a switch is under way"]
+
+
+# --------------------------------------------------------------------------------------------------------- the way back
+
+
+def test_the_previous_release_is_what_served_before(host: Probed) -> None:
+    before = host.set_up()
+    after = host.stage("other")
+    host.releases.activate(after, host.unit)
+    entry = {"deployment": "second", "action": "activate", "from": before, "to": after}
+    host.releases.append_to_ledger(entry)
+    found = host.probe(aim="previous")
+    assert (found["aim"], found["aim_problems"], found["reasons"]) == (before, [], [])
+    assert found["newest"]["deployment"] == "second"
+    assert found["aim_changes"] == ["drafter", "name", "patches", "target", SERVICE]
+    # One that was named is looked at likewise.
+    assert host.probe(aim=before)["aim_problems"] == []
+    removed(host)
+    (problem,) = host.probe(aim="previous")["aim_problems"]
+    assert problem.endswith("were edited, added or removed")
+    assert host.probe(aim="0" * 16)["aim_problems"] == [
+        f"release {'0' * 16} is not on this host; these are: {', '.join(sorted([before, after]))}"
+    ]
+
+
+def test_before_the_first_release_there_was_none(host: Probed) -> None:
+    host.set_up()
+    found = host.probe(aim="previous")
+    assert (found["aim"], found["newest"]["from"], found["aim_problems"]) == ("", "", [])
+
+
+# -------------------------------------------------------------------------------------------------- on the control node
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release_probe_action", ROOT / "plugins/action/release_probe.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_content_of_directories_is_known_by_every_name_and_byte(plugin: ModuleType, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    (code / "a/__pycache__").mkdir(parents=True)
+    (code / "a/x.py").write_text("1")
+    (code / "b.yml").write_text("1")
+    seen = [plugin._content([str(code)], None)]
+
+    def same() -> bool:
+        found = {plugin._content([str(code)], cache) for cache in (None, tmp_path / "cache")}
+        return found == {seen[-1]}
+
+    assert same()
+    os.utime(code / "a/x.py", (1, 1))
+    (code / "a/__pycache__/x.pyc").write_text("")
+    assert same()
+    for change in (
+        lambda: (code / "a/x.py").write_text("2"),
+        lambda: (code / "a/x.py").rename(code / "a/y.py"),
+        lambda: (code / "c").write_text(""),
+        lambda: (code / "b.yml").unlink(),
+    ):
+        change()
+        found = plugin._content([str(code)], tmp_path / "cache")
+        assert found not in seen
+        seen.append(found)
+    with pytest.raises(FileNotFoundError):
+        plugin._content([str(tmp_path / "absent")], None)
