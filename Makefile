@@ -23,7 +23,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 demo: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
 demo-call: export ANSIBLE_VAULT_PASSWORD_FILE := $(STATE)/vault-password
 
-.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario support doctor proof-interface lock
+.PHONY: help setup embedded demo demo-call demo-down test test-all lint unit contract scenarios test-scenario support doctor proof-interface bench lock
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -80,6 +80,9 @@ doctor: setup ## Check a drafter: make doctor DRAFTER=dir TARGET=dir VLLM=0.33.0
 # PYTHON312: a Python 3.12 that uv does not find by itself.
 proof-interface: setup ## Prove eagle3-interface on the real vLLM 0.17.1 (8 GB, 10 minutes)
 	@$(PYTHON) tests/proofs/interface.py --write $(if $(PYTHON312),--python $(PYTHON312))
+
+bench: embedded ## Measure what a run costs, one `name value` line each
+	@$(PYTHON) tests/bench/bench.py
 
 lock: setup ## Resolve the control environment's requirements again
 	@embedded/setup.sh lock

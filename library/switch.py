@@ -71,6 +71,12 @@ options:
     description: Seconds that the program waits for confirmation.
     type: float
     default: 300
+  mates:
+    description:
+      - Whether other hosts are switched at the same time. They may take longer to start, so confirmation is waited for
+        longer by twice the time that this one took.
+    type: bool
+    default: false
   live:
     description: The gate of acceptance, with the keys C(mode) (enforce, advisory or off) and C(config).
     type: dict
@@ -190,6 +196,7 @@ ARGUMENT_SPEC = {
     "start_budget_s": {"type": "float", "default": 14400},
     "stuck_after_s": {"type": "float", "default": 900},
     "confirm_budget_s": {"type": "float", "default": 300},
+    "mates": {"type": "bool", "default": False},
     "live": {"type": "dict", "default": {"mode": "off", "config": {}}},
     "numeric": {"type": "dict", "default": {}},
     "in_progress": {"type": "str", "choices": ["fail", "wait", "take_over"], "default": "fail"},
@@ -267,6 +274,7 @@ def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) ->
             "start_s_budget": params["start_budget_s"],
             "stuck_after_s": params["stuck_after_s"],
             "confirm_s": params["confirm_budget_s"],
+            "mates": params["mates"],
             "live": params["live"],
             "numeric": params["numeric"],
         }

@@ -19,7 +19,7 @@ from typing import Any
 
 from ansible.module_utils.aerie import numeric_check
 from ansible.module_utils.aerie.code_facts import Code
-from ansible.module_utils.aerie.patchset import PatchSet, _prove, _resolved
+from ansible.module_utils.aerie.patchset import PatchSet, prove_set, resolve_proof
 from ansible.module_utils.aerie.prove import Proof
 from ansible.module_utils.aerie.source import MARKER
 from ansible.module_utils.aerie.wheel import package_of_directory
@@ -49,8 +49,8 @@ def symbolic(package_dir: Path, patch_sets: Sequence[PatchSet], layer_counts: Se
         applied = any(_is_marked(code, entry["path"], patch_set["name"]) for entry in patch_set["files"])
         native = bool(patch_set["native"]) and all(map(code.holds, patch_set["native"]))
         if applied or native:
-            proof = _resolved(code, patch_set["proof"])
-            proofs[patch_set["name"]] = _prove(code.read, proof, layer_counts, inner_taps=not applied)
+            proof = resolve_proof(code, patch_set["proof"])
+            proofs[patch_set["name"]] = prove_set(code.read, proof, layer_counts, inner_taps=not applied)
     run = sum(proof.run for proof in proofs.values())
     failures = [f"{case}: {fault}" for proof in proofs.values() for case, fault in proof.failures]
     verdict = NOT_APPLICABLE if not run else FAILED if failures else PASSED

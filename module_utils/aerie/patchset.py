@@ -154,10 +154,10 @@ def _plan_set(code: Code, patch_set: PatchSet, layer_counts: Sequence[int]) -> S
         missing = [fact for fact in patch_set["requires"] if not code.holds(fact)]
         if missing and not has_it:
             return SetPlan(name, NOT_NEEDED, f"{name} is for code with {describe(missing[0])}, unlike {release}")
-        proof = _resolved(code, patch_set["proof"])
+        proof = resolve_proof(code, patch_set["proof"])
         capabilities = {key: _capability(code, entry) for key, entry in patch_set["capabilities"].items()}
         models = [proof[role]["path"] for role in ("causal_lm", "wrapper") if role in proof]
-        stock = _prove(code.read, proof, layer_counts, inner_taps=has_it, stop_early=True)
+        stock = prove_set(code.read, proof, layer_counts, inner_taps=has_it, stop_early=True)
         if has_it or not stock.failures:
             why = f"{describe(patch_set['native'][0])}; " if has_it else ""
             warning = f"{release} has {name} itself, and its own code fails the symbolic check: {stock.summary}"
@@ -173,7 +173,7 @@ def _plan_set(code: Code, patch_set: PatchSet, layer_counts: Sequence[int]) -> S
     def read(path: str) -> bytes:
         return planned[path] if path in planned else code.read(path)
 
-    result = _prove(read, proof, layer_counts)
+    result = prove_set(read, proof, layer_counts)
     if result.failures:
         return SetPlan(name, REFUSED, f"{name} is refused for {release}: {result.summary}", files, result, warnings)
     reason = f"{release} needs it; {result.summary}"
@@ -231,7 +231,7 @@ def _applies_here(code: Code, path: str, entry: Mapping[str, Any]) -> bool:
     return all(code.holds({"path": path, **fact}) for fact in entry.get("when", []))
 
 
-def _resolved(code: Code, proof: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_proof(code: Code, proof: Mapping[str, Any]) -> dict[str, Any]:
     """Return the proof as this release needs it: without the roles that it has no code for."""
     roles = {
         key: value
@@ -247,7 +247,7 @@ def _capability(code: Code, entry: Mapping[str, Any]) -> Capability:
     return Capability(supported, "" if supported else entry["reason"])
 
 
-def _prove(
+def prove_set(
     read: Reader,
     proof: Mapping[str, Any],
     layer_counts: Sequence[int],

@@ -309,7 +309,9 @@ class Switch:
 
     def _await_confirmation(self) -> None:
         running = running_service(self._unit.name)
-        budget = self._journal.state["confirm_s"]
+        state = self._journal.state
+        # Whoever confirms waits for all that are switched together.
+        budget = state["confirm_s"] + (2 * state["start_s"] if state["mates"] else 0)
         self._journal.enter(AWAITING)
         deadline = time.monotonic() + budget
         while Path(f"/proc/{running.pid}").exists():

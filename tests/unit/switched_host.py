@@ -373,7 +373,8 @@ class Host:
         try:
             connection.request("GET", "/health")
             assert connection.getresponse().status == 200
-        except ConnectionRefusedError:
+        except ConnectionError:
+            # It is not up yet, or ends at this moment.
             return ""
         finally:
             connection.close()

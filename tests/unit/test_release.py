@@ -126,6 +126,7 @@ class Host:
         self.releases.activate(identity, self.unit)
         entry = {"deployment": deployment, "action": "activate", "from": before, "to": identity}
         self.releases.append_to_ledger(entry)
+        self.releases.append_to_ledger({**entry, "action": "confirm", "gates": []})
         return identity
 
     def tree(self) -> dict[str, str]:
@@ -480,6 +481,17 @@ def test_a_release_that_served_again_is_not_old(host: Host) -> None:
         host.activate(identity, deployment=identity)
     prune(host, 2)
     assert host.releases.identities() == sorted([first, third])
+
+
+def test_a_release_that_was_undone_did_not_serve(host: Host) -> None:
+    first, current, undone = (staged(host, number) for number in range(3))
+    for identity in (first, current):
+        host.activate(identity, deployment=identity)
+    # It was tried again and again.
+    for action in ("activate", "restore"):
+        host.releases.append_to_ledger(entry("d", action, current, undone))
+    prune(host, 2)
+    assert host.releases.identities() == sorted([first, current])
 
 
 def test_of_releases_that_never_served_the_newest_stays(host: Host) -> None:

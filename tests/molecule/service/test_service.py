@@ -25,7 +25,7 @@ INVENTORY = Path(__file__).parent / "inventory"
 KEY = os.environ["API_KEY"]
 PORT = 8000
 MODEL = "kimi-k2.5-tiny"
-START_S = 150.0
+START_S = 240.0
 # The processes of the service, by the names that the kernel has for them.
 API_SERVER, ENGINE, WORKER = "vllm", "VLLM::EngineCor", "VLLM::Worker"
 EXPOSURE = 3.0
@@ -183,19 +183,15 @@ def test_keys_change_under_load_without_a_failed_request(serving: Machine, tmp_p
         client.await_answers(3)
         assert complete(serving, new) == 401
         set_keys(tmp_path, {"demo": KEY, "new": new})
-        assert complete(serving, new) == 200
         client.key = new
         client.await_answers(3)
-        set_keys(tmp_path, {"new": new})
-        assert complete(serving, KEY) == 401
-        client.await_answers(3)
-        set_keys(tmp_path, {"demo": KEY})
-        # In flight while its key was withdrawn, and the last that is asked with it.
         client.key = KEY
+        # The last that was asked with the other key is answered.
+        client.await_answers(2)
+        set_keys(tmp_path, {"demo": KEY})
+        assert complete(serving, new) == 401
         client.await_answers(3)
-    assert complete(serving, new) == 401
-    assert set(client.statuses) - {200} <= {401}
-    assert client.statuses.count(401) <= 1
+    assert set(client.statuses) == {200}
     assert show(serving, "InvocationID") == start
 
 
@@ -234,10 +230,9 @@ def test_an_engine_that_is_stuck_is_found_and_started_again(serving: Machine) ->
 def test_an_idle_service_is_left_alone(serving: Machine) -> None:
     """Its engine makes no progress, and answers the watchdog: for twice the time that is allowed for silence."""
     start = show(serving, "InvocationID")
-    looked = "/v1/completions"
-    await_that(lambda: serving.log().count(looked) >= 8, "the watchdog's requests", 60)
+    asked = '"POST /v1/completions HTTP/1.1" 200'
+    await_that(lambda: serving.log().count(asked) >= 8, "the watchdog's requests", 60)
     assert show(serving, "InvocationID") == start
-    assert int(show(serving, "NRestarts")) == 0 or show(serving, "ActiveState") == "active"
 
 
 def test_a_host_that_reboots_serves_again(serving: Machine) -> None:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of status.yml and the lines of history.yml, from what hosts and gateways tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible.module_utils.aerie.fleet import duration, fleet, history
+
+HEALTHY: dict[str, Any] = {
+    "release": "1f0c2a9e8d7b6543",
+    "deployment": "20261129T100000Z",
+    "vllm": "0.33.0",
+    "patched": ["model_executor/models/deepseek_v2.py"],
+    "drafter": "91be",
+    "service": "active",
+    "uptime_s": 7260,
+    "acceptance": {"drafts": 100, "accepted_tokens": 194, "length": 2.94},
+    "switch": None,
+    "problems": [],
+}
+
+
+def server(name: str, state: str = "ready", up: bool = True) -> dict[str, Any]:
+    return {"name": name, "state": state, "up": up}
+
+
+def test_a_healthy_host_has_no_problem() -> None:
+    (row,) = fleet(["a"], {"a": HEALTHY}, {"gate": {"servers": [server("a")]}})
+    assert row["problems"] == []
+    assert (row["release"], row["uptime"], row["length"], row["gateway"]) == (
+        HEALTHY["release"],
+        "2 h 1 min",
+        "2.94",
+        "up",
+    )
+
+
+def test_a_fleet_without_a_gateway_has_no_problem_with_it() -> None:
+    (row,) = fleet(["a"], {"a": HEALTHY}, {})
+    assert (row["problems"], row["gateway"]) == ([], "none")
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [
+        ({"servers": [server("a", state="drained")]}, "a: gets no requests from gate: drained"),
+        ({"servers": [server("a", up=False)]}, "a: gets no requests from gate: down"),
+        ({"servers": [server("b")]}, "a: gets no requests from gate: not in its configuration"),
+        ({"unreachable": True}, "a: gets no requests from gate: gateway unreachable"),
+    ],
+)
+def test_what_keeps_requests_away_is_a_problem(listed: dict[str, Any], problem: str) -> None:
+    assert fleet(["a"], {"a": HEALTHY}, {"gate": listed})[0]["problems"] == [problem]
+
+
+def test_a_host_out_of_reach_is_a_row_with_a_problem() -> None:
+    (row,) = fleet(["a"], {"a": {"unreachable": True}}, {})
+    assert row["problems"] == ["a: cannot be reached"]
+    assert (row["service"], row["release"], row["length"]) == ("unreachable", "", "-")
+
+
+def test_problems_name_their_host() -> None:
+    states = {"a": HEALTHY, "b": {**HEALTHY, "problems": ["x was edited", "y is down"]}}
+    assert [row["problems"] for row in fleet(["a", "b"], states, {})] == [[], ["b: x was edited", "b: y is down"]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min 0 s"),
+        (3599, "59 min 59 s"),
+        (3600, "1 h 0 min"),
+        (90061, "1 d 1 h"),
+    ],
+)
+def test_durations_have_their_two_largest_units(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_history_is_in_the_order_of_time_over_all_hosts() -> None:
+    gates = [{"gate": "health", "verdict": "passed"}, {"gate": "live", "verdict": "warned"}]
+    ledgers = {
+        "b": [{"time": "2", "deployment": "D", "action": "confirm", "to": "r2", "gates": gates}],
+        "a": [
+            {"time": "1", "deployment": "D", "action": "activate", "from": "", "to": "r2", "why": "deploy"},
+            {"time": "3", "deployment": "D", "action": "restore", "from": "r2", "to": "r1", "why": "it died"},
+        ],
+    }
+    lines = history(ledgers)
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
+    assert lines[0].endswith("a                nothing -> r2, deploy")
+    assert lines[1].endswith("b                r2 confirmed (health passed; live warned)")
+    assert lines[2].endswith("a                r1 restored instead of r2: it died")
