@@ -62,6 +62,8 @@ MASKED_UNITS = (
 )
 SSHD_CONFIG = "PermitRootLogin no\nPasswordAuthentication no\nUseDNS no\nGSSAPIAuthentication no\n"
 BOOT_SECONDS = 60
+# Hierarchies of version 1 in which a host with limits has a directory of its own.
+LIMITING = ("cpu", "cpuacct", "blkio", "pids", "memory")
 NSPAWN_REBOOT = 133  # what --keep-unit exits with when the host reboots itself
 
 
@@ -104,11 +106,16 @@ def locked() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Host:
-    """One host of an inventory; ``layers`` are image layers that it has on top of the Debian image."""
+    """One host of an inventory.
+
+    ``layers`` are image layers that it has on top of the Debian image. With ``limits`` its systemd enforces limits of
+    memory, processes and CPU also where this machine has cgroups of version 1; its address filters then do not work.
+    """
 
     name: str
     address: ipaddress.IPv4Address
     layers: tuple[str, ...]
+    limits: bool = False
 
     @property
     def home(self) -> Path:
@@ -157,7 +164,8 @@ def read_inventory(path: Path) -> list[Host]:
         for name, host_vars in (group.get("hosts") or {}).items():
             if "ansible_host" in (host_vars or {}):
                 address = ipaddress.IPv4Address(host_vars["ansible_host"])
-                hosts[name] = Host(name, address, tuple(host_vars.get("embedded_layers", layers)))
+                own_layers = tuple(host_vars.get("embedded_layers", layers))
+                hosts[name] = Host(name, address, own_layers, bool(host_vars.get("embedded_limits", False)))
         for child in (group.get("children") or {}).values():
             visit(child or {}, layers)
 
@@ -275,10 +283,16 @@ def keep_layer(host: Host, layer: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------- boot
 
 
+def has_cgroup_v2() -> bool:
+    """Say whether this machine has cgroups of version 2 only, in which limits work in any host."""
+    return Path("/sys/fs/cgroup/cgroup.controllers").exists()
+
+
 def cgroup_directories(host: Host) -> list[Path]:
-    if Path("/sys/fs/cgroup/cgroup.controllers").exists():
+    if has_cgroup_v2():
         return [Path("/sys/fs/cgroup/aerie") / host.name]
-    return [Path("/sys/fs/cgroup") / hierarchy / "aerie" / host.name for hierarchy in ("unified", "systemd")]
+    hierarchies = ["unified", "systemd", *(LIMITING if host.limits else ())]
+    return [Path("/sys/fs/cgroup") / hierarchy / "aerie" / host.name for hierarchy in hierarchies]
 
 
 def connect_network(host: Host) -> None:
@@ -349,7 +363,7 @@ def start(host: Host, image: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     with (host.home / "log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, "supervise", host.name, ""],
+            [sys.executable, __file__, "supervise", host.name, "limits" if host.limits else ""],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -361,14 +375,15 @@ def start(host: Host, image: Path) -> None:
         time.sleep(0.01)
 
 
-def supervise(name: str) -> int:
+def supervise(name: str, option: str) -> int:
     """Run one host's systemd-nspawn until it powers off, through its reboots. Runs as a process of its own."""
-    host = Host(name, ipaddress.IPv4Address("0.0.0.0"), ())
+    host = Host(name, ipaddress.IPv4Address("0.0.0.0"), (), option == "limits")
+    delegated = host.limits and not has_cgroup_v2()
     for directory in cgroup_directories(host):
         (directory / "cgroup.procs").write_text(str(os.getpid()))
     command = [
         "systemd-nspawn",
-        "--boot",
+        *(["--kill-signal=SIGRTMIN+3"] if delegated else ["--boot"]),
         f"--directory={host.root}",
         f"--machine={name}",
         "--register=no",
@@ -381,7 +396,13 @@ def supervise(name: str) -> int:
         "--system-call-filter=bpf",
         "--console=pipe",
     ]
-    environment = dict(os.environ, SYSTEMD_NSPAWN_UNIFIED_HIERARCHY="1", SYSTEMD_NSPAWN_API_VFS_WRITABLE="network")
+    environment = dict(os.environ, SYSTEMD_NSPAWN_API_VFS_WRITABLE="network")
+    if delegated:
+        # nspawn mounts these read-only; whoever is PID 1 may change that.
+        writable = f"for name in {' '.join(LIMITING)}; do mount -o remount,bind,rw /sys/fs/cgroup/$name; done"
+        command += ["/bin/sh", "-c", f"{writable}; exec /lib/systemd/systemd"]
+    else:
+        environment["SYSTEMD_NSPAWN_UNIFIED_HIERARCHY"] = "1"
     while True:
         with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as nspawn:
             signal.signal(signal.SIGTERM, lambda *_: nspawn.terminate())
@@ -521,7 +542,7 @@ def main() -> int:
     parser.add_argument("layer", nargs="?", default="")
     options = parser.parse_args()
     if options.command == "supervise":
-        return supervise(options.argument)
+        return supervise(options.argument, options.layer)
     if os.geteuid() != 0:
         raise ClusterError("the embedded hosts need root: run it as root or with sudo")
     if options.command == "image":

@@ -46,6 +46,10 @@ options:
         rolled back to always stays.
     type: int
     default: 3
+  caches:
+    description: Where releases keep what they compile, each in a directory that its unit names.
+    type: path
+    default: /var/cache/vllm
 attributes:
   check_mode:
     support: full
@@ -111,6 +115,7 @@ ARGUMENT_SPEC = {
     "id": {"type": "str"},
     "request": {"type": "dict", "default": {}},
     "keep": {"type": "int", "default": 3},
+    "caches": {"type": "path", "default": "/var/cache/vllm"},
 }
 
 
@@ -152,7 +157,9 @@ def prune(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
     journal = Journal(releases.root)
     aimed_at = [journal.state[side]["id"] for side in ("from", "to")] if journal.load() else []
     protected = [*aimed_at, releases.newest_deployment().get("from", "")]
-    removed = [str(path) for path in releases.prune(module.params["keep"], protected, check=module.check_mode)]
+    caches = Path(module.params["caches"])
+    unwanted = releases.prune(module.params["keep"], protected, check=module.check_mode, caches=caches)
+    removed = [str(path) for path in unwanted]
     diff = {"before": "".join(f"{path}\n" for path in removed), "after": ""}
     return {"removed": removed, "changed": bool(removed), "diff": diff}
 

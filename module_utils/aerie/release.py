@@ -23,6 +23,10 @@ _DOOMED = ".removed-"
 _IN_PROCESS = re.compile(rf"/releases/([0-9a-f]{{{ID_LENGTH}}})/venv/")
 
 
+# What a release's unit calls its directory for what is compiled.
+_CACHE = re.compile(r"[0-9a-f]{16}")
+
+
 class ReleaseError(RuntimeError):
     """A release that cannot be staged or activated; the text says why and what to do."""
 
@@ -77,7 +81,8 @@ class Releases:
         directory = self.path(identity)
         for name, data in changes.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(directory / name, data)
+            # systemd reads it as root, and nobody else has to see what it may hold.
+            write_atomically(directory / name, data, 0o600 if name == "service.env" else 0o644)
 
     def complete(self, identity: str, request: Mapping[str, str]) -> bool:
         """Note that a release is wholly staged, and for which ``request``: digests of all that it was planned from.
@@ -177,11 +182,13 @@ class Releases:
                 return {"deployment": deployment, "from": before, "to": same[-1]["to"]}
         return {}
 
-    def prune(self, keep: int, protected: Collection[str], check: bool = False) -> list[Path]:
-        """Remove all but the ``keep`` releases that served last, and what nothing in the store refers to then.
+    def prune(
+        self, keep: int, protected: Collection[str], check: bool = False, caches: Path | None = None
+    ) -> list[Path]:
+        """Remove all but the ``keep`` releases that served last, and what in the store and in ``caches`` was theirs.
 
-        A release that is current, that a process runs, or that is one of ``protected`` stays and counts. Returns what
-        was removed, or with ``check`` what would be.
+        A release that is current, that a process runs, or that is one of ``protected`` stays and counts. A cache has
+        the name that its release's unit gives it. Returns what was removed, or with ``check`` what would be.
         """
         protected = {self.current(), *protected, *releases_in_use()}
         # One that was undone did not serve.
@@ -208,6 +215,12 @@ class Releases:
         if needed is not None:
             store = (path for path in (self.root / "store").glob("*") if not path.name.startswith("."))
             unwanted += sorted(path for path in store if path.name not in needed)
+            units = [_read(self.path(identity) / "vllm.service") or b"" for identity in kept]
+            unwanted += [
+                path
+                for path in sorted(caches.glob("*") if caches else [])
+                if _CACHE.fullmatch(path.name) and not any(path.name.encode() in unit for unit in units)
+            ]
         if not check:
             for path in unwanted:
                 _remove(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,13 @@ class Machine:
         (directory / "new").write_text(json.dumps(faults))
         (directory / "new").chmod(0o644)
         (directory / "new").rename(directory / "faults.json")
+
+    @contextlib.contextmanager
+    def ledger_locked(self) -> Iterator[None]:
+        """Have whoever writes to the ledger wait."""
+        with self.path(f"{HOME}/ledger.jsonl").open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
 
     def kill_switch(self) -> None:
         """Kill the switch program and all that it runs."""

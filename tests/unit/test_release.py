@@ -445,7 +445,7 @@ def staged(host: Host, number: int, drafter: str = "") -> str:
 
 
 def prune(host: Host, keep: int, check_mode: bool = False) -> list[str]:
-    arguments = {"root": str(host.root), "state": "pruned", "keep": keep}
+    arguments = {"root": str(host.root), "state": "pruned", "keep": keep, "caches": str(host.root / "caches")}
     before = host.tree()
     result = run_module("release", arguments, host.capsys, check_mode)
     assert result["failed"] is False
@@ -468,6 +468,15 @@ def test_the_releases_that_served_last_stay(host: Host) -> None:
     assert host.releases.identities() == sorted(served[2:])
     assert sorted(path.name for path in (host.root / "store").iterdir()) == ["drafter2", "drafter3", "drafter4"]
     assert prune(host, 3) == []
+
+
+def test_what_removed_releases_compiled_goes_with_them(host: Host) -> None:
+    kept = host.activate(staged(host, 1))
+    unit = host.releases.path(kept) / "vllm.service"
+    unit.write_text(f"{unit.read_text()}Environment=TRITON_CACHE_DIR=%C/vllm/{'a' * 16}/triton\n")
+    for name in ("a" * 16, "b" * 16, "pycache"):
+        (host.root / "caches" / name).mkdir(parents=True)
+    assert prune(host, 1) == [f"caches/{'b' * 16}"]
 
 
 def test_at_least_one_release_stays(host: Host) -> None:

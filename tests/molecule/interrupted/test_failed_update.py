@@ -24,7 +24,7 @@ class Bad(NamedTuple):
 RELEASES = {
     "dies at its start": Bad({"STAND_IN_DIE": "traceback"}, "health", "the stand-in was told to die: traceback"),
     "ends without a word": Bad({"STAND_IN_DIE": "clean"}, "health", "exited with status 0"),
-    "is never healthy": Bad({"STAND_IN_HEALTH": "never"}, "health", "was not ready after"),
+    "is never healthy": Bad({"STAND_IN_HEALTH": "never"}, "health", "raise vllm_service_start_budget"),
     "does not speculate": Bad({"STAND_IN_COUNTERS": "missing"}, "health", "serves without speculative decoding"),
     "accepts nothing": Bad({"STAND_IN_ACCEPTANCE": 0}, "live", "Acceptance length 1.00"),
 }

@@ -7,6 +7,7 @@ at a point until something was done to the host. INTERRUPTED_ALL=1 strikes in ev
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -48,14 +49,16 @@ class Scene:
 class Point:
     """A point in an update of the host ``on``.
 
-    ``hold`` are faults that keep it there, and ``then`` those from the point on, until the strike. ``leaves`` is what
-    the host serves when it was struck there: that is certain except where a step of milliseconds is hit.
+    ``hold`` are faults that keep it there, and ``then`` those from the point on, until the strike. From the phase
+    ``writes`` on, nothing can be written to the ledger. ``leaves`` is what the host serves when it was struck there:
+    certain except where a step of milliseconds is hit.
     """
 
     name: str
     reached: Callable[[Scene], bool]
     hold: Mapping[str, object] = field(default_factory=dict)
     then: Mapping[str, object] = field(default_factory=dict)
+    writes: str = ""
     leaves: frozenset[str] = frozenset({OLD})
     on: str = "left"
     inside: bool = True  # the switch program runs
@@ -96,7 +99,7 @@ POINTS = {
         Point("healthy without a token", logged("Application startup complete"), hold={"tokens": "none"}),
         Point("measuring", phase(switch.MEASURING), then={"token_s": 5}),
         Point("awaiting confirmation", phase(switch.AWAITING), leaves=EITHER),
-        Point("confirming", phase(switch.CONFIRMING), leaves=EITHER),
+        Point("confirming", phase(switch.CONFIRMING), writes=switch.AWAITING, leaves=EITHER),
         Point("confirmed", confirmed, leaves=frozenset({NEW}), inside=False),
         Point("restoring", phase(switch.RESTORING), hold={"die": "traceback"}, then={"start_s": 600}),
         Point("the second replica", phase(switch.STARTING), hold={"start_s": 600}, on="right"),
@@ -112,25 +115,36 @@ def kill_the_run(scene: Scene) -> None:
     scene.run.wait()
 
 
+def run_is_over(scene: Scene) -> None:
+    scene.run.wait(RUN_S)
+
+
+def serves_all_the_same(scene: Scene) -> None:
+    """Wait until the host serves; the program may wait for room to write that down."""
+    ends = ("", switch.CONFIRMING, switch.RESTORING)
+    await_that(lambda: scene.struck.phase() in ends and scene.struck.serves(), f"{scene.struck.name} serves")
+
+
 def nothing(_: Scene) -> None:
     pass
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to strike, and what ends it once the run is over; ``inside``: it strikes the switch program."""
+    """A way to strike, how long it lasts, and what ends it; ``inside``: it strikes the switch program."""
 
     strike: Callable[[Scene], None]
+    until: Callable[[Scene], None] = run_is_over
     end: Callable[[Scene], None] = nothing
     inside: bool = False
 
 
 KINDS = {
     "control process killed": Kind(kill_the_run),
-    "network down": Kind(lambda scene: scene.struck.cut(), lambda scene: scene.struck.mend()),
+    "network down": Kind(lambda scene: scene.struck.cut(), end=lambda scene: scene.struck.mend()),
     "host rebooted": Kind(lambda scene: scene.struck.reboot()),
     "switch program killed": Kind(lambda scene: scene.struck.kill_switch(), inside=True),
-    "disk full": Kind(lambda scene: scene.struck.fill(), lambda scene: scene.struck.free()),
+    "disk full": Kind(lambda scene: scene.struck.fill(), serves_all_the_same, lambda scene: scene.struck.free()),
 }
 EVERY = [
     (kind, point) for point, kind in itertools.product(POINTS, KINDS) if POINTS[point].inside or not KINDS[kind].inside
@@ -204,18 +218,23 @@ def test_update_is_cut_off(
     run = update.start(tmp_path / "cut-off.log")
     scene = Scene(run, struck, served)
     try:
-        # Not before: the replica serves until then.
-        await_point(lambda: bool(struck.journal()), switch.REQUESTED, run)
-        struck.order(at.hold)
-        await_point(lambda: at.reached(scene), point, run)
-        struck.order(at.then)
-        way.strike(scene)
+        with contextlib.ExitStack() as held:
+            # Not before: the replica serves until then.
+            await_point(lambda: bool(struck.journal()), switch.REQUESTED, run)
+            struck.order(at.hold)
+            if at.writes:
+                await_point(lambda: struck.phase() == at.writes, at.writes, run)
+                held.enter_context(struck.ledger_locked())
+            await_point(lambda: at.reached(scene), point, run)
+            struck.order(at.then)
+            way.strike(scene)
         # What held the host goes on, wherever it is by now.
         struck.order({})
-        run.wait(RUN_S)
+        way.until(scene)
         # Also while what struck it lasts.
         await_that(struck.is_whole, f"{struck.name} serves its old or its new release")
         way.end(scene)
+        run.wait(RUN_S)
         await_that(struck.is_quiet, f"{struck.name} serves, and no switch is under way")
     finally:
         run.kill()
