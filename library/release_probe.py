@@ -54,6 +54,10 @@ options:
     description: A file of the control node that keeps the drafter's digests.
     type: path
     default: ''
+  cache:
+    description: A file of the host that keeps digests of large files; it may be removed at any time.
+    type: path
+    default: /var/cache/aerie/digests.json
   in_progress:
     description: What to do where a switch is under way. Anything but C(fail) says so in RV(reasons).
     type: str
@@ -140,7 +144,7 @@ from pathlib import Path
 from ansible.module_utils.aerie.probe import Desired, describe, reasons
 from ansible.module_utils.aerie.release import Releases
 from ansible.module_utils.aerie.switch import Journal, whose
-from ansible.module_utils.aerie.verification import quick_check
+from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC = {
@@ -155,6 +159,7 @@ ARGUMENT_SPEC = {
     "lock": {"type": "path", "default": ""},
     "digest_cache": {"type": "path", "default": ""},
     "in_progress": {"type": "str", "choices": ["fail", "wait", "take_over"], "default": "fail"},
+    "cache": {"type": "path", "default": str(DIGEST_CACHE)},
     "aim": {"type": "str", "default": ""},
 }
 
@@ -162,7 +167,7 @@ ARGUMENT_SPEC = {
 def look(module: AnsibleModule) -> None:
     params = module.params
     root, unit = Path(params["root"]), Path(params["unit"])
-    cache = root / "digests.json"
+    cache = Path(params["cache"])
     releases, journal = Releases(root), Journal(root)
     if journal.load() and params["in_progress"] == "fail":
         module.fail_json(msg=whose(journal.state))

@@ -13,7 +13,7 @@ from ansible.module_utils.aerie.probe import is_healthy
 from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, parse_speculation, parse_unit
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
 from ansible.module_utils.aerie.switch import Journal, read_text, url
-from ansible.module_utils.aerie.verification import quick_check
+from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 
 _METRICS_S = 5.0
 _MAX_METRICS = 4 << 20
@@ -36,7 +36,7 @@ def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
     }
     return {
         **found,
-        "problems": _problems(found, quick_check(releases, current, root / "digests.json", remember=False)),
+        "problems": _problems(found, quick_check(releases, current, DIGEST_CACHE, remember=False)),
     }
 
 

@@ -23,6 +23,9 @@ from ansible.module_utils.aerie.release import (
     stat_digest,
 )
 
+# What a host remembers of large files that did not change; it may be removed at any time.
+DIGEST_CACHE = Path("/var/cache/aerie/digests.json")
+
 
 def verify(root: Path, unit: Path, settings: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the record of the current release below ``root`` and all that differs from it, each with a remedy."""

@@ -48,7 +48,9 @@ def aerie_fleet(
 ) -> list[dict[str, Any]]:
     """Return a row for each host, from what the plays before registered."""
     states = {host: variables[host].get("release_state", {}) for host in hosts}
-    listed = {gateway: variables[gateway].get("gateway_listed", {}) for gateway in gateways}
+    # With --limit nobody looked at them.
+    seen = [gateway for gateway in gateways if "gateway_listed" in variables[gateway]]
+    listed = {gateway: variables[gateway]["gateway_listed"] for gateway in seen}
     return fleet(list(hosts), states, listed)
 
 

@@ -21,7 +21,7 @@ from scenario import INVENTORY, ROOT, STATE, Run, on_host
 from traffic import Traffic
 
 FILE = "vllm/model_executor/models/deepseek_v2.py"
-REPLICAS = ("left", "right")
+REPLICAS = ("east", "west")
 MODEL = "kimi-k2.5-tiny"
 LEAST_REQUESTS = 2000
 
@@ -47,7 +47,7 @@ def reference() -> dict[str, str]:
         f" | {quiet} {python} /srv/reference/hf_greedy.py /srv/models/rot/target --max-tokens 8"
         f" | {quiet} {python} -c {shlex.quote(program)}"
     )
-    return dict(zip(digits, json.loads(on_host(command, "left").splitlines()[-1]), strict=True))
+    return dict(zip(digits, json.loads(on_host(command, "east").splitlines()[-1]), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def key() -> str:
 @pytest.fixture(scope="module")
 def traffic(key: str, reference: dict[str, str]) -> Iterator[Traffic]:
     """Run a client through the gateway, as long as the tests of this module take."""
-    address = yaml.safe_load((INVENTORY / "hosts.yml").read_text())["load_balancer"]["hosts"]["gate"]["ansible_host"]
+    address = yaml.safe_load((INVENTORY / "hosts.yml").read_text())["load_balancer"]["hosts"]["door"]["ansible_host"]
     with Traffic((address, 8080), key, MODEL, lambda prompt, _: reference[prompt[-1]], at_once=4) as client:
         yield client
 
@@ -103,18 +103,18 @@ def recorded(name: str) -> str:
 def test_an_update_and_two_rollbacks_lose_nothing(
     playbook: Callable[..., Run], fleet: dict[str, Machine], traffic: Traffic, other: dict[str, str]
 ) -> None:
-    first, bytes_before = served(fleet), digest("left")
+    first, bytes_before = served(fleet), digest("east")
     assert len(set(first.values())) == 1
 
     assert playbook("deploy.yml", **other).messages == ""
     second = served(fleet)
     assert len(set(second.values())) == 1
     assert set(second.values()).isdisjoint(first.values())
-    assert digest("left") not in (bytes_before, recorded("left"))
+    assert digest("east") not in (bytes_before, recorded("east"))
 
     assert playbook("rollback.yml", to="previous").messages == ""
     assert served(fleet) == first
-    assert digest("left") == bytes_before
+    assert digest("east") == bytes_before
 
     assert playbook("rollback.yml", to="unpatched").messages == ""
     assert set(served(fleet).values()).isdisjoint({*first.values(), *second.values()})
@@ -129,17 +129,17 @@ def test_an_update_and_two_rollbacks_lose_nothing(
 def test_a_release_whose_drafter_accepts_nothing_undoes_itself(
     playbook: Callable[..., Run], fleet: dict[str, Machine], traffic: Traffic
 ) -> None:
-    before, entries = served(fleet), len(fleet["right"].ledger())
+    before, entries = served(fleet), len(fleet["west"].ledger())
     # The ids shifted by one: vLLM serves the same tokens, and the drafter is of no use.
     run = playbook("deploy.yml", drafter_tap_dialect="sglang")
     assert run.status == "failed"
-    assert "left: the switch from" in run.messages
+    assert "east: the switch from" in run.messages
     assert "failed at the gate `live`" in run.messages
     assert "Restored: release" in run.messages
-    assert "Not touched: right." in run.messages
+    assert "Not touched: west." in run.messages
     assert served(fleet) == before
-    assert len(fleet["right"].ledger()) == entries
-    assert fleet["gate"].gateway() == {"left": "UP", "right": "UP"}
+    assert len(fleet["west"].ledger()) == entries
+    assert fleet["door"].gateway() == {"east": "UP", "west": "UP"}
     assert traffic.failures == []
 
 
@@ -152,9 +152,9 @@ def test_a_release_that_dies_at_its_start_undoes_itself(
     run = playbook("deploy.yml", vllm_service_options=too_long)
     assert run.status == "failed"
     assert "failed at the gate `health`" in run.messages
-    assert "Not touched: right." in run.messages
+    assert "Not touched: west." in run.messages
     assert served(fleet) == before
-    assert fleet["gate"].gateway() == {"left": "UP", "right": "UP"}
+    assert fleet["door"].gateway() == {"east": "UP", "west": "UP"}
     assert traffic.failures == []
 
 
