@@ -69,7 +69,7 @@ locks() {
 
 case ${1:-} in
   "") lint; unit; contract; scenarios ;;
-  --all) export STAGES_COMPILED=1; lint; unit; contract; scenarios; locks ;;
+  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1; lint; unit; contract; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac

@@ -84,7 +84,7 @@ def test_durations_have_their_two_largest_units(seconds: float | None, text: str
 
 def test_history_is_in_the_order_of_time_over_all_hosts() -> None:
     gates = [{"gate": "health", "verdict": "passed"}, {"gate": "live", "verdict": "warned"}]
-    ledgers = {
+    ledgers: dict[str, list[dict[str, Any]]] = {
         "b": [{"time": "2", "deployment": "D", "action": "confirm", "to": "r2", "gates": gates}],
         "a": [
             {"time": "1", "deployment": "D", "action": "activate", "from": "", "to": "r2", "why": "deploy"},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scenario's tests share: the hosts, the release that they serve, and a client that asks all the time."""
+"""A pytest plugin, what the scenario's tests share: the hosts, the release that they serve, and a client that asks all the time."""
 
 from __future__ import annotations
 
