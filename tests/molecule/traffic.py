@@ -14,19 +14,24 @@ from types import TracebackType
 from typing import Any
 
 _TIMEOUT_S = 30.0
-_PAUSE_S = 0.02
 _TOKENS = 8
 
 
 class Traffic:
-    """Asks ``address`` with ``at_once`` requests under way at any time, half of them streams.
+    """Asks ``address`` from ``at_once`` clients, with ``pause_s`` between the requests of one; half are streams.
 
     ``expected`` gives the text that must follow a prompt. ``failures`` has what went wrong, ``answered`` the answers by
     the host and the release that gave them, where that is told (the stand-in tells it).
     """
 
     def __init__(
-        self, address: tuple[str, int], key: str, model: str, expected: Callable[[str, int], str], at_once: int = 4
+        self,
+        address: tuple[str, int],
+        key: str,
+        model: str,
+        expected: Callable[[str, int], str],
+        at_once: int = 4,
+        pause_s: float = 0.02,
     ) -> None:
         self.failures: list[str] = []
         self.answered: Counter[tuple[str, str]] = Counter()
@@ -34,6 +39,7 @@ class Traffic:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._model = model
         self._expected = expected
+        self._pause_s = pause_s
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(at_once)]
 
@@ -51,7 +57,7 @@ class Traffic:
 
     def _ask(self, number: int) -> None:
         count = 0
-        while not self._stop.wait(_PAUSE_S):
+        while not self._stop.wait(self._pause_s):
             prompt = f"client {number} asks for the time number {count}"
             stream = (number + count) % 2 == 0
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin, what the scenario's tests share: the hosts, the release that they serve, and a client that asks all the time."""
+"""A pytest plugin with what the tests share: the hosts, their release, and a client that asks all the time."""
 
 from __future__ import annotations
 

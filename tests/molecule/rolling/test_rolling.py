@@ -23,6 +23,8 @@ from traffic import Traffic
 FILE = "vllm/model_executor/models/deepseek_v2.py"
 REPLICAS = ("east", "west")
 MODEL = "kimi-k2.5-tiny"
+# All clients and both replicas share this machine with the starts of vLLM that they must not notice.
+CLIENTS, PAUSE_S = 6, 0.8
 LEAST_REQUESTS = 2000
 
 
@@ -63,7 +65,11 @@ def key() -> str:
 def traffic(key: str, reference: dict[str, str]) -> Iterator[Traffic]:
     """Run a client through the gateway, as long as the tests of this module take."""
     address = yaml.safe_load((INVENTORY / "hosts.yml").read_text())["load_balancer"]["hosts"]["door"]["ansible_host"]
-    with Traffic((address, 8080), key, MODEL, lambda prompt, _: reference[prompt[-1]], at_once=4) as client:
+
+    def expected(prompt: str, _: int) -> str:
+        return reference[prompt[-1]]
+
+    with Traffic((address, 8080), key, MODEL, expected, CLIENTS, PAUSE_S) as client:
         yield client
 
 
@@ -100,7 +106,7 @@ def recorded(name: str) -> str:
     return on_host(f"python3 -c \"import base64; print(base64.urlsafe_b64decode('{encoded}=').hex())\"", name).strip()
 
 
-def test_an_update_and_two_rollbacks_lose_nothing(
+def test_an_update_and_rollbacks_lose_nothing(
     playbook: Callable[..., Run], fleet: dict[str, Machine], traffic: Traffic, other: dict[str, str]
 ) -> None:
     first, bytes_before = served(fleet), digest("east")
@@ -119,10 +125,6 @@ def test_an_update_and_two_rollbacks_lose_nothing(
     assert playbook("rollback.yml", to="unpatched").messages == ""
     assert set(served(fleet).values()).isdisjoint({*first.values(), *second.values()})
     assert [digest(name) == recorded(name) for name in REPLICAS] == [True, True]
-
-    # A second rollback undoes the first.
-    assert playbook("rollback.yml", to="previous").messages == ""
-    assert served(fleet) == first
     assert traffic.failures == []
 
 
@@ -139,21 +141,6 @@ def test_a_release_whose_drafter_accepts_nothing_undoes_itself(
     assert "Not touched: west." in run.messages
     assert served(fleet) == before
     assert len(fleet["west"].ledger()) == entries
-    assert fleet["door"].gateway() == {"east": "UP", "west": "UP"}
-    assert traffic.failures == []
-
-
-def test_a_release_that_dies_at_its_start_undoes_itself(
-    playbook: Callable[..., Run], fleet: dict[str, Machine], traffic: Traffic
-) -> None:
-    before = served(fleet)
-    options = yaml.safe_load((INVENTORY / "group_vars" / "inference" / "service.yml").read_text())
-    too_long = {**options["vllm_service_options"], "max-model-len": 100000}
-    run = playbook("deploy.yml", vllm_service_options=too_long)
-    assert run.status == "failed"
-    assert "failed at the gate `health`" in run.messages
-    assert "Not touched: west." in run.messages
-    assert served(fleet) == before
     assert fleet["door"].gateway() == {"east": "UP", "west": "UP"}
     assert traffic.failures == []
 
