@@ -130,8 +130,12 @@ def parse_statistics(text: str, backend: str) -> dict[str, Load]:
     """Return what one process counts for each server of ``backend``, from the CSV of ``show stat``."""
     if not text.startswith("# pxname,"):
         raise GatewayError(f"HAProxy's statistics are in a form that Aerie does not know: {text[:200]!r}")
+    try:
+        rows = list(csv.DictReader(io.StringIO(text[2:])))
+    except csv.Error as error:
+        raise GatewayError(f"HAProxy's statistics cannot be read: {error}") from error
     loads = {}
-    for row in csv.DictReader(io.StringIO(text[2:])):
+    for row in rows:
         if row["pxname"] != backend or row.get("svname") in ("FRONTEND", "BACKEND", None):
             continue
         try:
