@@ -38,7 +38,16 @@ scenario() {
   python embedded/prepare.py
   # Hosts of a run that was killed.
   molecule destroy --scenario-name "$1" >/dev/null 2>&1 || true
-  molecule test --scenario-name "$1"
+  local log
+  log=$(mktemp)
+  if ! molecule test --scenario-name "$1" 2>&1 | tee "$log"; then
+    # Molecule's last words are those of destroy: say again what failed before.
+    say "scenario $1 failed"
+    { grep -E '^[^A-Za-z]*(FAILED|ERROR|fatal:)' "$log" || true; grep -E '^[^A-Za-z]*E   ' "$log" || true; } | cut -c1-300 | tail -n 30
+    rm -f "$log"
+    return 1
+  fi
+  rm -f "$log"
 }
 
 scenarios() {

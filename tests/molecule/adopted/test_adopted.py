@@ -30,7 +30,7 @@ PRISTINE = "96f4f755f62caa85869fb884209e7f8869882ddb6efbd40c930778b27bd3e39d"
 PATCHED = "65ee3316bd6c274430b9435e87138895b13d04422cd299fb07647f49905b9aed"
 NOTE = f"/opt/aerie/stopped-{UNIT}"
 
-OTHERS = f"! -name '*.pyc' ! -path {SITE}/{FILE} ! -path '/opt/aerie/p*' ! -path /opt/aerie/ledger.jsonl"
+OTHERS = f"! -path '*/__pycache__/*' ! -path {SITE}/{FILE} ! -path '/opt/aerie/p*' ! -path /opt/aerie/ledger.jsonl"
 LOOK = f"""
 sha256sum {SITE}/{FILE} | cut -d' ' -f1
 systemctl show {UNIT} --value --property=ActiveState
