@@ -76,6 +76,14 @@ options:
     description: How many GPUs the service uses.
     type: int
     default: 1
+  stages:
+    description: How many pipeline stages are on the host.
+    type: int
+    default: 1
+  hosts:
+    description: How many hosts share the model, a part each.
+    type: int
+    default: 1
   visible_devices:
     description: The service's CUDA_VISIBLE_DEVICES, if it has one.
     type: str
@@ -108,6 +116,14 @@ options:
     description: The KV cache of a CPU build, in GiB.
     type: float
     default: 0
+  tls_certificate:
+    description: The service's certificate with its chain, as a PEM text. Empty without TLS.
+    type: str
+    default: ""
+  tls_key:
+    description: Its private key, as a PEM text.
+    type: str
+    default: ""
   certificates:
     description: Files of certificates on the host whose end is to be looked at.
     type: list
@@ -161,7 +177,7 @@ from typing import Any
 from ansible.module_utils.aerie import nvidia_smi, preflight_gpu, preflight_host, preflight_ports
 from ansible.module_utils.aerie.findings import Finding, worst_first
 from ansible.module_utils.aerie.preflight import check_build_tools, check_libraries, check_python, look_at_model
-from ansible.module_utils.aerie.preflight_certificate import check_certificate
+from ansible.module_utils.aerie.preflight_certificate import check_certificate, check_pair
 from ansible.module_utils.aerie.preflight_findings import problem
 from ansible.module_utils.aerie.preflight_host import Room, ask
 from ansible.module_utils.aerie.target import Reader
@@ -185,6 +201,8 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "unit": {"type": "str", "default": "vllm.service"},
     "user": {"type": "str", "default": "vllm"},
     "gpus": {"type": "int", "default": 1},
+    "stages": {"type": "int", "default": 1},
+    "hosts": {"type": "int", "default": 1},
     "visible_devices": {"type": "str", "default": ""},
     "model": {"type": "path", "default": ""},
     "gpu_memory_utilization": {"type": "float", "default": 0.9},
@@ -194,6 +212,8 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "custom_all_reduce": {"type": "bool", "default": True},
     "cpu_cache_gb": {"type": "float", "default": 0},
     "certificates": {"type": "list", "elements": "path", "default": []},
+    "tls_certificate": {"type": "str", "default": ""},
+    "tls_key": {"type": "str", "default": "", "no_log": True},
 }
 _ANOTHER_RELEASE_MB = 500
 # A release has 57,000 files, which it shares with the cache and with other releases from its lock; the rest are
@@ -284,7 +304,7 @@ def main() -> None:
     if options["model"]:
         model, found = look_at_model(Path(options["model"]), Reader.named(options["user"]))
         findings += found
-    weights = model.weights if model else 0
+    weights = model.weights // options["hosts"] if model else 0
     if options["python"]:
         findings += check_python(options["python"], options["python_release"])
     findings += check_disks(options)
@@ -316,6 +336,7 @@ def main() -> None:
             options["attention_backend"].upper(),
             options["dtype"],
             options["custom_all_reduce"],
+            options["stages"],
         )
         gpus, found = look_at_gpus(needs, options["unit"])
         findings += found
@@ -326,6 +347,9 @@ def main() -> None:
     now = datetime.now(timezone.utc)
     for path in options["certificates"]:
         findings += check_certificate(Path(path), now)
+    if options["tls_certificate"]:
+        names = ("vllm_service_tls_certificate", "vllm_service_tls_key")
+        findings += check_pair(options["tls_certificate"], options["tls_key"], now, names)
     module.exit_json(
         changed=False,
         findings=[finding.as_dict() for finding in worst_first(findings)],

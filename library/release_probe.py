@@ -33,6 +33,11 @@ options:
     description: The target's directory.
     type: path
     required: true
+  timers:
+    description: Timers of systemd's that are to run, and to be enabled.
+    type: list
+    elements: str
+    default: []
   request:
     description: All that a release is planned from, by name; compared with what the current one was planned from.
     type: dict
@@ -110,6 +115,10 @@ healthy:
   description: Whether the service answers /health.
   type: bool
   returned: success
+certificate:
+  description: The certificate that the service's settings on the host name, as a PEM text; empty without TLS.
+  type: str
+  returned: success
 newest:
   description: The newest deployment that changed what this host serves, and from which release to which.
   type: dict
@@ -153,6 +162,7 @@ ARGUMENT_SPEC = {
     "settings": {"type": "dict", "default": {}},
     "reread": {"type": "dict", "default": {}},
     "target": {"type": "path", "required": True},
+    "timers": {"type": "list", "elements": "str", "default": []},
     "request": {"type": "dict", "default": {}},
     "code": {"type": "list", "elements": "path", "default": []},
     "drafter": {"type": "path", "default": ""},
@@ -182,7 +192,9 @@ def look(module: AnsibleModule) -> None:
         problems = quick_check(releases, aim, cache, remember)
         wanted: list[str] = []
     else:
-        desired = Desired(params["request"], params["settings"], params["reread"], Path(params["target"]))
+        desired = Desired(
+            params["request"], params["settings"], params["reread"], Path(params["target"]), params["timers"]
+        )
         wanted = reasons(releases, unit, desired, cache, remember)
     module.exit_json(
         changed=False,

@@ -30,6 +30,10 @@ options:
     description: Where the service listens, as seen from its own host, such as V(http://127.0.0.1:8000).
     type: str
     required: true
+  certificate:
+    description: The file with the certificate that the service shows. Empty without TLS.
+    type: path
+    default: ""
   model:
     description: The model id that must be served.
     type: str
@@ -203,6 +207,7 @@ from ansible.module_utils.basic import AnsibleModule
 ARGUMENT_SPEC = {
     "unit": {"type": "str", "default": "vllm.service"},
     "url": {"type": "str", "required": True},
+    "certificate": {"type": "path", "default": ""},
     "model": {"type": "str", "required": True},
     "speculative": {"type": "bool", "required": True},
     "group": {"type": "str", "default": "vllm"},
@@ -258,10 +263,13 @@ def main() -> None:
                 run=run,
                 budget=Budget(params["target_bytes"], stuck_after_s=params["stuck_after_s"]),
                 moved=moved,
+                certificate=params["certificate"],
             )
             status = gate.watch(params["start_id"], min(params["window_s"], params["budget_s"]))
     except HostKeyError as error:
         module.fail_json(msg=str(error))
+    except (OSError, ValueError) as error:
+        module.fail_json(msg=f"The certificate {params['certificate']} cannot be read: {error}. Deploy again.")
     result = status._asdict()
     fault = result.pop("fault")
     result["moved"] = status.moved._asdict()

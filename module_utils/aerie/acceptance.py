@@ -42,6 +42,7 @@ from ansible.module_utils.aerie.acceptance_verdict import (
     thresholds_for,
     total,
 )
+from ansible.module_utils.aerie.endpoint import opener
 from ansible.module_utils.aerie.readiness import Speculation, parse_speculation
 
 # Between two readings of the counters, and how long they may take to settle after the last answer; seconds.
@@ -69,7 +70,8 @@ _SERIES = re.compile(
 class Settings:
     """The gate's configuration.
 
-    ``url`` is the service's root; ``speculative_tokens`` what the release drafts per step, 0 without speculation.
+    ``url`` is the service's root; ``certificate`` the file with its certificate, empty without TLS;
+    ``speculative_tokens`` what the release drafts per step, 0 without speculation.
     ``prompts`` none takes ours. ``thresholds``, ``baseline`` and ``last_good`` as in ``acceptance_verdict``. Seconds:
     ``request_timeout_s`` for one answer, ``budget_s`` for everything.
     """
@@ -86,6 +88,7 @@ class Settings:
     exclusive: bool = True
     request_timeout_s: float = 120.0
     budget_s: float = 600.0
+    certificate: str = ""
 
 
 class Reading(NamedTuple):
@@ -128,7 +131,8 @@ def live_gate(config: Mapping[str, Any], api_key: str) -> dict[str, Any]:
         measurement = _Measurement(settings, _Service(settings, api_key))
         verdict = measurement.run()
     except (TypeError, ValueError) as error:
-        measurement = _Measurement(Settings("", "", 0), _Service(settings, ""))
+        nothing = Settings("", "", 0)
+        measurement = _Measurement(nothing, _Service(nothing, ""))
         verdict = Verdict(FAILED, "configuration", f"The live gate cannot be run as configured: {error}.", True, {})
     except Fault as fault:
         verdict = Verdict(FAILED, fault.reason, str(fault), True, {})
@@ -441,8 +445,10 @@ class _Service:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # A proxy of the environment must not answer for the service.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            self._opener = opener(settings.certificate)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the certificate {settings.certificate} cannot be read ({error})") from None
         self.endpoint = "chat"
 
     def pause(self, seconds: float) -> None:

@@ -155,28 +155,37 @@ def parse_description(text: str) -> str:
     return ""
 
 
-def configured_ports(configuration: str) -> dict[str, int]:
-    """Return the port of each server in a configuration that Aerie wrote."""
-    rows = re.findall(r"^\s*server\s+(\S+)\s+\S+:(\d+)(?:\s|$)", configuration, re.MULTILINE)
-    return {name: int(port) for name, port in rows}
+class Configured(NamedTuple):
+    """A server's port in a configuration, and whether HAProxy speaks TLS with it."""
+
+    port: int
+    tls: bool
 
 
-def with_ports(state: str, ports: Mapping[str, int]) -> str:
-    """Return the state file ``state`` with these ports.
+def configured(configuration: str) -> dict[str, Configured]:
+    """Return the servers in a configuration that Aerie wrote."""
+    rows = re.findall(r"^\s*server\s+(\S+)\s+\S+:(\d+)(\s+ssl)?(?:\s|$)", configuration, re.MULTILINE)
+    return {name: Configured(int(port), bool(tls)) for name, port, tls in rows}
 
-    HAProxy takes a server's port from the state file even where the configuration has a new one; the address it takes
-    from the configuration.
+
+def as_configured(state: str, servers: Mapping[str, Configured]) -> str:
+    """Return the state file ``state`` with the ports of these servers, and with TLS or without it.
+
+    HAProxy takes both from the state file even where the configuration has others; the address it takes from the
+    configuration.
     """
     lines = state.splitlines()
     titles = lines[1][1:].split() if len(lines) > 1 else []
     if "srv_name" not in titles or "srv_port" not in titles:
         return state
-    name, port = titles.index("srv_name"), titles.index("srv_port")
     for number, line in enumerate(lines[2:], start=2):
-        columns = line.split()
-        if len(columns) == len(titles) and columns[name] in ports:
-            columns[port] = str(ports[columns[name]])
-            lines[number] = " ".join(columns)
+        row = dict(zip(titles, line.split()))
+        server = servers.get(row.get("srv_name", ""))
+        if server is not None and len(line.split()) == len(titles):
+            row["srv_port"] = str(server.port)
+            if "srv_use_ssl" in row:
+                row["srv_use_ssl"] = str(int(server.tls))
+            lines[number] = " ".join(row.values())
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -373,10 +382,10 @@ class Gateway:
             self._save(self.workers()[0])
 
     def prepare(self, configuration: Path) -> None:
-        """Give the servers in the state file the ports that the configuration has."""
+        """Give the servers in the state file the ports and the TLS that the configuration has."""
         with contextlib.suppress(FileNotFoundError):
             before = self._state_file.read_text(errors="replace")
-            after = with_ports(before, configured_ports(configuration.read_text()))
+            after = as_configured(before, configured(configuration.read_text()))
             if after != before:
                 write_atomically(self._state_file, after.encode(), mode=0o600)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import os
 import re
+import ssl
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -97,10 +100,49 @@ def check_certificate(path: Path, now: datetime, where: str = "") -> Iterator[Fi
     name = f"the certificate {path}{where}"
     try:
         with path.open("rb") as stream:
-            spans = [validity(der) for der in certificates(stream.read(_LONGEST))]
+            data = stream.read(_LONGEST)
     except OSError as error:
         yield problem("certificate", f"{name} cannot be read ({error.strerror})", "put it there, or correct the path")
         return
+    yield from _check_end(data, now, name)
+
+
+def check_pair(certificate: str, key: str, now: datetime, names: tuple[str, str]) -> Iterator[Finding]:
+    """Yield what is wrong with a certificate and its private key, PEM texts that are called ``names``.
+
+    Nothing of the key is in a finding, nor in a file.
+    """
+    yield from _check_end(certificate.encode(), now, names[0])
+    with _in_memory(certificate) as chain, _in_memory(key) as private:
+        try:
+            # An empty passphrase, so that nobody is asked for one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, private, password="")
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                yield problem(
+                    "certificate-key", f"{names[1]} is not the key of {names[0]}", "take those of one request"
+                )
+            elif "ENCRYPTED" in key:
+                yield problem("certificate-key", f"{names[1]} has a passphrase", "take it off: Ansible Vault keeps it")
+            else:
+                message = f"{names[0]} and {names[1]} cannot be used together ({error.reason or 'no PEM text'})"
+                yield problem("certificate-key", message, "take a PEM certificate and its PEM key")
+
+
+@contextlib.contextmanager
+def _in_memory(text: str) -> Iterator[str]:
+    """Give a path under which this process, and no other, reads ``text``; it is on no disk."""
+    descriptor = os.memfd_create("pem")
+    try:
+        os.write(descriptor, text.encode())
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _check_end(data: bytes, now: datetime, name: str) -> Iterator[Finding]:
+    try:
+        spans = [validity(der) for der in certificates(data)]
     except CertificateError as error:
         yield problem("certificate", f"{name} is none: {error}", "put a PEM certificate there")
         return

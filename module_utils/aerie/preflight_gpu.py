@@ -37,8 +37,8 @@ _ROOM_FOR_CACHE_MB = 4096
 class GpuNeeds:
     """What the service needs of a host's GPUs.
 
-    ``cuda``: the release that the build is for. ``count``: GPUs on this host. ``visible``: indices or UUIDs that the
-    service is given, none for all. ``weights``: bytes of this host's part of the checkpoint, 0 if not known.
+    ``cuda``: the release that the build is for. ``count``: GPUs on this host, for ``stages`` pipeline stages.
+    ``visible``: indices or UUIDs that the service is given, none for all. ``weights``: bytes of this host's part of the checkpoint, 0 if not known.
     ``utilization``: the share of a GPU's memory that vLLM may use. ``latent``: the model's attention is latent (MLA).
     ``backend``: the attention backend that is asked for, or empty. ``dtype``: vLLM's option.
     ``custom_all_reduce``: whether vLLM's own all-reduce is left on.
@@ -53,6 +53,7 @@ class GpuNeeds:
     backend: str = ""
     dtype: str = "auto"
     custom_all_reduce: bool = True
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def check_count(facts: GpuFacts, needs: GpuNeeds) -> Iterator[Finding]:
     divided = sum(gpu.mig for gpu in facts.report.gpus)
     slices = f" ({divided} are in MIG mode: `nvidia-smi -mig 0` makes them whole)" if divided else ""
     given = f" of those in CUDA_VISIBLE_DEVICES ({','.join(needs.visible)})" if needs.visible else ""
-    message = f"{len(usable)} GPUs{given} are usable and tensor-parallel-size is {needs.count}"
+    message = f"{len(usable)} GPUs{given} are usable and tensor-parallel-size is {needs.count // needs.stages}"
+    if needs.stages > 1:
+        message += f", in {needs.stages} pipeline stages on this host"
     yield problem("gpu-count", message, f"lower it, or see nvidia-smi{slices}")
 
 

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import urllib.request
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ansible.module_utils.aerie.checkpoint import CheckpointError
+from ansible.module_utils.aerie.credentials import faults
+from ansible.module_utils.aerie.endpoint import opener
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
-from ansible.module_utils.aerie.switch import Journal, environment, read_text, url
+from ansible.module_utils.aerie.replica import has_joined, is_worker
+from ansible.module_utils.aerie.switch import Journal, endpoint, environment, read_text
 from ansible.module_utils.aerie.target import inspect_target
 from ansible.module_utils.aerie.verification import quick_check
 
@@ -23,13 +26,14 @@ class Desired(NamedTuple):
     """What a host is to have. ``request``: digests of all that the release is planned from, by name.
 
     ``settings`` are texts of files that the service reads at its start, by path; ``reread`` of those that it reads
-    again whenever they change. ``target`` is the target's directory.
+    again whenever they change. ``target`` is the target's directory. ``timers`` are systemd's, to run from boot on.
     """
 
     request: Mapping[str, str]
     settings: Mapping[str, str]
     reread: Mapping[str, str]
     target: Path
+    timers: Iterable[str] = ()
 
 
 def reasons(releases: Releases, unit: Path, desired: Desired, cache: Path, remember: bool) -> list[str]:
@@ -44,17 +48,23 @@ def reasons(releases: Releases, unit: Path, desired: Desired, cache: Path, remem
         *_other_target(releases, current, desired.target),
         *(f"{path} has other settings" for path in _different(desired.settings)),
         *(f"{path} is to be written" for path in _different(desired.reread)),
+        *faults(desired.settings),
+        *idle(desired.timers),
         *quick_check(releases, current, cache, remember),
         *_not_serving(releases, current, unit, desired.settings),
     ]
 
 
-def is_healthy(settings: Mapping[str, str | None]) -> bool:
-    """Say whether the service with these settings answers /health, which it does once its engine is up."""
+def is_healthy(settings: Mapping[str, str | None], unit: str = "vllm.service") -> bool:
+    """Say whether the service with these settings answers /health, which it does once its engine is up.
+
+    A part of a replica that no client asks is healthy once it has joined.
+    """
+    if is_worker(environment(settings)):
+        return has_joined(unit)
     try:
-        # A proxy of the environment must not answer for the service.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{url(settings)}/health", timeout=_HEALTH_S) as response:
+        where = endpoint(settings)
+        with opener(where.certificate).open(f"{where.url}/health", timeout=_HEALTH_S) as response:
             return bool(response.status == HTTPStatus.OK)
     except (OSError, ValueError):
         return False
@@ -66,14 +76,27 @@ def describe(root: Path, unit: Path, settings: Mapping[str, str]) -> dict[str, A
     current = releases.current()
     confirmed = [entry for entry in releases.ledger() if entry.get("action") == "confirm" and entry["to"] == current]
     installed = {path: read_text(Path(path)) for path in settings}
+    certificate = endpoint(installed).certificate
     return {
         "current": current,
         "running": running_service(unit.name).release,
         "healthy": is_healthy(installed),
+        "certificate": (read_text(Path(certificate)) if certificate else None) or "",
         "newest": releases.newest_deployment(),
         "last_start_s": confirmed[-1].get("start_s") if confirmed else None,
         "releases": releases.identities(),
     }
+
+
+def idle(timers: Iterable[str]) -> Iterator[str]:
+    """Yield which of systemd's timers do not run, or would not after a reboot."""
+    for timer in timers:
+        command = ["systemctl", "show", timer, "--property=ActiveState,UnitFileState"]
+        state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+        if "ActiveState=active" not in state:
+            yield f"{timer} does not run"
+        elif "UnitFileState=enabled" not in state:
+            yield f"{timer} is disabled"
 
 
 def _other_request(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

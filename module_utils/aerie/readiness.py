@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ansible.module_utils.aerie import vllm_log
+from ansible.module_utils.aerie.endpoint import opener, stranger
 from ansible.module_utils.aerie.evidence import bytes_read, stack_lines
+from ansible.module_utils.aerie.replica import JOINED
 
 # What `systemctl show` is asked for.
 UNIT_PROPERTIES = (
@@ -38,6 +40,7 @@ UNIT_PROPERTIES = (
     "ExecMainStatus",
     "ExecMainStartTimestampMonotonic",
     "ControlGroup",
+    "StatusText",
 )
 
 # Between two looks at a service that is not ready, at its log, and between two readings of its counters; seconds.
@@ -78,7 +81,7 @@ class Unit(NamedTuple):
     """State of a systemd unit.
 
     ``start_id`` is systemd's invocation id, one for each start. ``started_at`` is the start of its main process in
-    seconds of the monotonic clock, None if there was none.
+    seconds of the monotonic clock, None if there was none. ``status`` is what the process told systemd.
     """
 
     load: str
@@ -92,6 +95,7 @@ class Unit(NamedTuple):
     exit_status: int
     started_at: float | None
     control_group: str
+    status: str = ""
 
 
 # What a start may take besides reading weights, in seconds: a cold disk under thousands of Python files, kernels that
@@ -261,6 +265,7 @@ def parse_unit(text: str) -> Unit:
         exit_status=number("ExecMainStatus"),
         started_at=started / 1e6 if started else None,
         control_group=values.get("ControlGroup", ""),
+        status=values.get("StatusText", ""),
     )
 
 
@@ -392,7 +397,7 @@ class Gate:
 
     ``run`` executes an argument list and returns its standard output, "" where it fails. ``url`` is the service's root,
     without a trailing slash; ``host`` is the name that messages use. ``moved`` is what an earlier Gate saw of this
-    start, where one watched it.
+    start, where one watched it. ``certificate`` is the file with the service's certificate, empty without TLS.
     """
 
     def __init__(
@@ -406,6 +411,7 @@ class Gate:
         run: Callable[[list[str]], str],
         budget: Budget = _DEFAULT_BUDGET,
         moved: Moved = _NOT_YET,
+        certificate: str = "",
     ) -> None:
         self._host = host
         self._unit = unit
@@ -420,8 +426,8 @@ class Gate:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # A proxy of the environment must not answer for the service.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._certificate = certificate
+        self._opener = opener(certificate)
 
     def watch(self, start_id: str, window_s: float) -> Status:
         """Wait up to ``window_s`` seconds for readiness, less if the service is ready or cannot become so.
@@ -523,16 +529,19 @@ class Gate:
 
     def _probe(self, unit: Unit, deadline: float) -> _Probe:
         """Ask the endpoints, cheapest first. An answer that does not come in time means: not ready yet."""
-        health = self._request("/health", deadline, longest_s=_HEALTH_S)
-        if health is None or health.status != HTTPStatus.OK:
-            return _Probe()
-        stranger = other_listener(self._port, unit.control_group)
-        if stranger is not None:
-            return _Probe(
-                fault=f"Port {self._port} on {self._host} is served by another process ({stranger}), not by "
-                f"{self._unit}. Stop it, or correct the port or the url."
-            )
+        if unit.status.startswith(JOINED):
+            # Whether the replica serves, its head is asked.
+            return _Probe(ready=True)
         try:
+            health = self._request("/health", deadline, longest_s=_HEALTH_S)
+            if health is None or health.status != HTTPStatus.OK:
+                return _Probe()
+            other = other_listener(self._port, unit.control_group)
+            if other is not None:
+                raise _Refused(
+                    f"Port {self._port} on {self._host} is served by another process ({other}), not by "
+                    f"{self._unit}. Stop it, or correct the port or the url."
+                )
             self._check_model(deadline)
             self._complete(deadline, tokens=1)
             before = self._counters(deadline)
@@ -627,5 +636,11 @@ class Gate:
         except urllib.error.HTTPError as error:
             with error:
                 return _Response(error.code, error.read(_MAX_BODY).decode(errors="replace"))
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException) as error:
+            who = stranger(error)
+            if who:
+                raise _Refused(
+                    f"{self._url} on {self._host} answers {who} {self._certificate}. Stop what else listens there, or "
+                    "deploy again, so that the service runs with its settings."
+                ) from None
             return None

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import subprocess
 import time
-import urllib.request
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie.probe import is_healthy
+from ansible.module_utils.aerie.endpoint import opener
+from ansible.module_utils.aerie.preflight_certificate import check_certificate
+from ansible.module_utils.aerie.probe import idle, is_healthy
 from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, parse_speculation, parse_unit
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
-from ansible.module_utils.aerie.switch import Journal, read_text, url
+from ansible.module_utils.aerie.switch import Journal, endpoint, read_text
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 
 _METRICS_S = 5.0
 _MAX_METRICS = 4 << 20
+_WATCHDOG = "aerie-watchdog.timer"
 
 
 def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
@@ -34,10 +37,12 @@ def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
         "acceptance": _acceptance(installed),
         "switch": _under_way(journal),
     }
-    return {
-        **found,
-        "problems": _problems(found, quick_check(releases, current, DIGEST_CACHE, remember=False)),
-    }
+    drift = quick_check(releases, current, DIGEST_CACHE, remember=False)
+    watched = [_WATCHDOG] if (unit.parent / _WATCHDOG).exists() else []
+    certificate = endpoint(installed).certificate
+    ends = check_certificate(Path(certificate), datetime.now(timezone.utc)) if certificate else ()
+    drift += [f"{finding.message}: {finding.remedy}" for finding in ends]
+    return {**found, "problems": _problems(found, [*drift, *(f"{fault}: run deploy.yml" for fault in idle(watched))])}
 
 
 def _record(releases: Releases, identity: str) -> dict[str, Any]:
@@ -75,9 +80,8 @@ def _service(unit: str) -> dict[str, Any]:
 def _acceptance(settings: dict[str, str | None]) -> dict[str, Any] | None:
     """Return what all traffic since the service's start moved; None without speculation, or without an answer."""
     try:
-        # A proxy of the environment must not answer for the service.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{url(settings)}/metrics", timeout=_METRICS_S) as response:
+        where = endpoint(settings)
+        with opener(where.certificate).open(f"{where.url}/metrics", timeout=_METRICS_S) as response:
             counters = parse_speculation(response.read(_MAX_METRICS).decode(errors="replace"))
     except (OSError, ValueError):
         return None

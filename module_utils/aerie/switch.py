@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.acceptance import live_gate
+from ansible.module_utils.aerie.credentials import forget
+from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of
 from ansible.module_utils.aerie.files import write_atomically
 from ansible.module_utils.aerie.host_key import LIFETIME_S, HostKeyError, host_key
 from ansible.module_utils.aerie.leftovers import Service
@@ -186,6 +188,8 @@ class Switch:
         timing = {"start_s": state.get("start_s"), "downtime_s": state.get("downtime_s")}
         if self._last_action() != "confirm":
             self._write_to_ledger({**entry, **timing})
+        # Nothing goes back to these settings any more: a key that was replaced does not stay.
+        forget(self._from["settings"], self._to["settings"])
         self.close(CONFIRMED, f"release {self._to['id']} serves")
         return CONFIRMED
 
@@ -244,7 +248,8 @@ class Switch:
 
     def _stop_service(self) -> None:
         settings = {path: read_text(Path(path)) for path in self._to["settings"]}
-        service = Service(self._journal.state["user"], *endpoint(settings))
+        where = endpoint(settings)
+        service = Service(self._journal.state["user"], where.address, where.port)
         before = list(service.processes())
         # 5: there is no such unit, before the first deploy.
         systemctl("stop", self._unit.name, fine=(0, 5))
@@ -295,9 +300,11 @@ class Switch:
         if live["mode"] == "off":
             return
         self._journal.enter(MEASURING)
+        where = endpoint(self._to["settings"])
         config = {
             **live["config"],
-            "url": url(self._to["settings"]),
+            "url": where.url,
+            "certificate": where.certificate,
             "model": serves["model"],
             "speculative_tokens": serves["speculative_tokens"],
             "exclusive": True,
@@ -355,23 +362,25 @@ class Switch:
         """Follow a start until it is ready or has failed; return the gate's result."""
         serves = self._serves(release)
         budget_s = self._journal.state["start_s_budget"]
+        where = endpoint(release["settings"])
         deadline = time.monotonic() + budget_s
         start_id = ""
         with self._key() as key:
             gate = Gate(
                 host=platform.node(),
                 unit=self._unit.name,
-                url=url(release["settings"]),
+                url=where.url,
                 model=serves["model"],
                 speculative=serves["speculative_tokens"] > 0,
                 api_key=key,
                 run=_output,
                 budget=Budget(serves.get("target_bytes", 0), budget_s, self._journal.state["stuck_after_s"]),
+                certificate=where.certificate,
             )
             while True:
                 status = gate.watch(start_id, min(_WATCH_S, max(deadline - time.monotonic(), 0)))
                 start_id = status.start_id
-                facts = {**status._asdict(), "model": serves["model"], "url": url(release["settings"])}
+                facts = {**status._asdict(), "model": serves["model"], "url": where.url}
                 facts["speculation"] = status.speculation._asdict() if status.speculation else None
                 tail = facts.pop("journal_tail")
                 fault = facts.pop("fault")
@@ -423,17 +432,9 @@ def environment(settings: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for text in texts for name, value in parse_settings(text).items()}
 
 
-def endpoint(settings: Mapping[str, str | None]) -> tuple[str, int]:
-    """Return where a service with these settings is asked from its own host: an address and a port (0: unknown)."""
-    values = environment(settings)
-    address = values.get("AERIE_HOST", "")
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address), int(values.get("AERIE_PORT", 0))
-
-
-def url(settings: Mapping[str, str | None]) -> str:
-    """Return the root of the service's endpoints for a program on its own host."""
-    address, port = endpoint(settings)
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+def endpoint(settings: Mapping[str, str | None]) -> Endpoint:
+    """Return where a service with these settings is asked from its own host."""
+    return endpoint_of(environment(settings))
 
 
 def last_good(releases: Releases, identity: str) -> dict[str, Any] | None:

@@ -234,7 +234,7 @@ def compare_files(reference: Path, deployed: Path) -> dict[str, Any]:
 def _result(fault: Fault, noise: float, neighbours: bool, taps: list[dict[str, Any]], dump: Dump) -> dict[str, Any]:
     name, verdict, message = fault.name, "failed", f"{fault.name}: {fault.detail}"
     if name == MATCHES and noise <= ROUNDING:
-        verdict, message = "passed", f"{fault.detail}, with a relative error of {noise:.2g}"
+        verdict, message = "passed", f"{message}, with a relative error of {noise:.2g}"
     elif name == MATCHES:
         name = NOISE
         verdict = "failed" if noise > QUANTISED else "passed" if neighbours else "warned"

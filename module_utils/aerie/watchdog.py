@@ -25,9 +25,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of, opener
 from ansible.module_utils.aerie.evidence import stack_lines
 from ansible.module_utils.aerie.host_key import HostKeyError, host_key
 from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, Unit, parse_unit
+from ansible.module_utils.aerie.release import parse_settings
 
 # While this unit is active, the service is stopped and started on purpose.
 SWITCH_UNIT = "aerie-switch.service"
@@ -107,16 +109,15 @@ def requests_in_flight(metrics: str) -> int:
 class Watchdog:
     """One look at a service, from its own host.
 
-    ``run`` executes an argument list and returns its standard output, "" where it fails. ``url`` is the service's root.
+    ``run`` executes an argument list and returns its standard output, "" where it fails.
     """
 
-    def __init__(self, unit: str, url: str, group: str, run: Callable[[list[str]], str]) -> None:
+    def __init__(self, unit: str, where: Endpoint, group: str, run: Callable[[list[str]], str]) -> None:
         self._unit = unit
-        self._url = url
+        self._url = where.url
         self._group = group
         self._run = run
-        # A proxy of the environment must not answer for the service.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = opener(where.certificate)
         self.in_flight = 0
 
     def show(self) -> Unit:
@@ -207,14 +208,6 @@ def save(path: Path, memory: Memory) -> None:
     new.replace(path)
 
 
-def endpoint(text: str) -> str:
-    """Return the root of the service's endpoints as its own host reaches them, from the text of vllm.env."""
-    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
-    address = values.get("AERIE_HOST", "127.0.0.1")
-    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-    return f"http://{f'[{address}]' if ':' in address else address}:{values.get('AERIE_PORT', '8000')}"
-
-
 def watch(watchdog: Watchdog, state: Path, limit_s: float, every_s: float, unit_name: str) -> None:
     """Look once, and end the service if it was silent for ``limit_s`` seconds."""
     unit = watchdog.show()
@@ -256,7 +249,12 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"{options.settings} cannot be read: {error.strerror}. Deploy the service first.", flush=True)
         return 1
-    watchdog = Watchdog(options.unit, endpoint(text), options.group, _output)
+    where = endpoint_of(parse_settings(text))
+    try:
+        watchdog = Watchdog(options.unit, where, options.group, _output)
+    except (OSError, ValueError) as error:
+        print(f"The certificate {where.certificate} cannot be read: {error}. Deploy the service again.", flush=True)
+        return 1
     try:
         watch(watchdog, _STATE, options.limit, options.every, options.unit)
     except HostKeyError as error:

@@ -82,7 +82,8 @@ def package_of_directory(package_dir: Path) -> Package:
         site.glob("*.dist-info/RECORD"), key=lambda one: (not one.parent.name.startswith("vllm"), one)
     ):
         text = record.read_text(encoding="utf-8")
-        if f"{_PACKAGE}/__init__.py," in text:
+        # Of other packages a path may end alike, as Ray's do.
+        if f"\n{_PACKAGE}/__init__.py," in f"\n{text}":
             owners.append((record, text))
     if len(owners) != 1:
         names = ", ".join(record.parent.name for record, _ in owners) or "none"

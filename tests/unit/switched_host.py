@@ -152,6 +152,7 @@ case "$*" in
     ;;
 "enable {service}") touch enabled ;;
 "disable {service}") rm -f enabled ;;
+"show aerie-watchdog.timer "*) cat timer ;;
 "is-enabled {service}") if [ -e enabled ]; then echo enabled; else exit 1; fi ;;
 esac
 """

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible.module_utils.aerie import acceptance
 from ansible.module_utils.aerie.acceptance import live_gate, parse_reading, prompts_digest
 from ansible.module_utils.aerie.acceptance_prompts import PROMPTS
+from certificates_made import pair, wrap
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,10 +76,10 @@ class Vllm:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def reset(self) -> None:
         """Begin to count anew, as a restart does."""
@@ -90,8 +92,8 @@ class Vllm:
 
     def stop(self) -> None:
         self.may_answer.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self.server.shutdown()
+        self.server.server_close()
         self._thread.join()
 
     def respond(self, path: str, authorization: str, body: bytes) -> tuple[int, str]:
@@ -600,6 +602,22 @@ def test_no_metrics_there(vllm: Vllm) -> None:
     assert "status 404" in result["message"]
 
 
+def test_a_service_with_tls_is_measured(tmp_path: Path) -> None:
+    vllm, shown = Vllm(), pair()
+    wrap(vllm.server, tmp_path, shown)
+    file = tmp_path / "certificate.pem"
+    tls = {"url": vllm.url.replace("http:", "https:"), "certificate": str(file)}
+    try:
+        file.write_text(shown.pem)
+        assert gate(vllm, **tls)["requests"] == 24
+        file.write_text(pair().pem)
+        stranger = gate(vllm, **tls)
+    finally:
+        vllm.stop()
+    assert (stranger["verdict"], stranger["reason"]) == ("failed", "no_answer")
+    assert "CERTIFICATE_VERIFY_FAILED" in stranger["message"]
+
+
 def test_the_key_goes_to_the_service_only(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert gate(vllm)["requests"] == 24
@@ -615,6 +633,7 @@ def test_the_key_goes_to_the_service_only(vllm: Vllm, monkeypatch: pytest.Monkey
         ({"speculative_tokens": "3"}, "speculative_tokens is '3'"),
         ({"prompts": "Hello"}, "prompts must be a list of texts"),
         ({"url": "vllm"}, "unknown url type"),
+        ({"certificate": "/nowhere/vllm.pem"}, "the certificate /nowhere/vllm.pem cannot be read"),
     ],
 )
 def test_a_wrong_configuration(vllm: Vllm, wrong: dict[str, Any], said: str) -> None:

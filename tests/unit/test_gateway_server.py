@@ -187,6 +187,6 @@ def test_where_the_role_looks_for_replicas_is_where_the_service_is() -> None:
     """The gateway's hosts do not have the defaults of the role vllm_service."""
     defaults = yaml.safe_load((ROOT / "roles/vllm_service/defaults/main.yml").read_text())
     text = yaml.safe_load((ROOT / "roles/load_balancer/vars/main.yml").read_text())["_load_balancer_replicas"]
-    for name in ("vllm_service_host", "vllm_service_port"):
+    for name in ("vllm_service_host", "vllm_service_port", "vllm_service_tls_certificate"):
         value = defaults[name]
         assert f"{name} | default({value!r})" in text

@@ -96,20 +96,22 @@ def test_a_damaged_output_is_read_or_refused(data: st.DataObject) -> None:
         assert str(error)
 
 
-# --- Ports
+# --- Ports and TLS
 
 
-def test_a_state_file_gets_the_configurations_ports() -> None:
-    ports = haproxy.configured_ports(
+def test_a_state_file_gets_the_configurations_ports_and_tls() -> None:
+    servers = haproxy.configured(
         "backend replicas\n    default-server check\n    server toy-a 10.77.4.99:8001\n"
-        "    server toy-b [fd00::1]:8000\n#   server toy-c 10.77.4.13:1\nbackend b\n    server s abns@name\n"
+        "    server toy-b [fd00::1]:8000 ssl verify required ca-file /a.pem\n#   server toy-c 10.77.4.13:1\n"
+        "backend b\n    server s abns@name\n"
     )
-    assert ports == {"toy-a": 8001, "toy-b": 8000}
-    after = haproxy.with_ports(STATES, {**ports, "toy-z": 1})
-    assert after.split() == STATES.replace("- 8000 -", "- 8001 -", 1).split()
-    assert haproxy.with_ports(after, ports) == after
+    assert servers == {"toy-a": (8001, False), "toy-b": (8000, True)}
+    after = haproxy.as_configured(STATES, {**servers, "toy-z": haproxy.Configured(1, False)})
+    toy_a, _, toy_b = STATES.partition("3 replicas 2")
+    assert after.split() == (toy_a.replace("- 8000 -", "- 8001 -") + _ + toy_b.replace("8000 - 0", "8000 - 1")).split()
+    assert haproxy.as_configured(after, servers) == after
     for garbage in ("", "1\n", "garbage", "1\n# be_id\n"):
-        assert haproxy.with_ports(garbage, ports) == garbage
+        assert haproxy.as_configured(garbage, servers) == garbage
 
 
 # --- The unit's program

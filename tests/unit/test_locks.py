@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LOCKS = sorted((ROOT / "requirements").glob("vllm-*.txt"))
-FILE_NAME = re.compile(r"vllm-(?P<vllm>[\d.]+)-(?P<build>cpu|cu\d+)-py(?P<python>\d+)\.txt")
+FILE_NAME = re.compile(r"vllm-(?P<vllm>[\d.]+)-(?P<build>cpu|cu\d+)-py(?P<python>\d+)(?P<ray>-ray)?\.txt")
 FACTS = re.compile(r"# python: (?P<python>3\.\d+); platform: manylinux_2_\d+_x86_64; vllm: (?P<vllm>[\d.]+)")
 PIN = re.compile(r"(?P<name>[a-z0-9]+(?:-[a-z0-9]+)*)==(?P<version>[0-9][0-9a-z.+]*)")
 HASH = re.compile(r"--hash=sha256:(?P<digest>[0-9a-f]{64})")
@@ -55,7 +55,7 @@ def lock(request: pytest.FixtureRequest) -> Path:
 
 def named(lock: Path) -> re.Match[str]:
     name = FILE_NAME.fullmatch(lock.name)
-    assert name, f"{lock.name} is not vllm-VERSION-BUILD-pyXY.txt"
+    assert name, f"{lock.name} is not vllm-VERSION-BUILD-pyXY[-ray].txt"
     return name
 
 
@@ -63,8 +63,18 @@ def test_the_locks_of_every_supported_build_are_there() -> None:
     assert {lock.stem for lock in LOCKS} == {
         "vllm-0.17.1-cu128-py312",
         "vllm-0.32.0-cpu-py311",
+        "vllm-0.32.0-cpu-py311-ray",
         "vllm-0.33.0-cu130-py312",
+        "vllm-0.33.0-cu130-py312-ray",
     }
+
+
+@pytest.mark.parametrize("lock", [lock for lock in LOCKS if lock.stem.endswith("-ray")], ids=lambda lock: lock.stem)
+def test_a_lock_with_ray_is_the_one_without_it_and_what_ray_needs_besides(lock: Path) -> None:
+    alone = pins(lock.with_name(lock.name.replace("-ray", "")))
+    ours = pins(lock)
+    assert {name for name in ours if ours[name] != alone.get(name)} == {"msgpack", "ray"}
+    assert set(alone) < set(ours)
 
 
 def test_every_line_is_a_pin_with_hashes(lock: Path) -> None:
@@ -92,9 +102,17 @@ def test_the_lock_holds_the_build_that_its_name_says(lock: Path) -> None:
     assert cuda == name["build"]
 
 
+def inputs(path: Path) -> list[str]:
+    """Return the requirements of an input, with those of the one that it includes."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    included = [line.removeprefix("-r ") for line in lines if line.startswith("-r ")]
+    own = [line for line in lines if not line.startswith("-r ")]
+    return [*own, *(line for name in included for line in inputs(path.with_name(name)))]
+
+
 def test_the_lock_keeps_to_its_input(lock: Path) -> None:
     locked = pins(lock)
-    wanted = [line for line in lock.with_suffix(".in").read_text().splitlines() if line and not line.startswith("#")]
+    wanted = inputs(lock.with_suffix(".in"))
     excluded = [
         line for line in lock.with_suffix(".excludes").read_text().splitlines() if line and not line.startswith("#")
     ]
@@ -120,7 +138,7 @@ def test_the_cpu_lock_has_nothing_of_cuda() -> None:
 
 
 def test_the_metadata_wheel_is_the_one_in_the_cpu_lock(tmp_path: Path) -> None:
-    (lock,) = (lock for lock in LOCKS if named(lock)["build"] == "cpu")
+    (lock,) = (lock for lock in LOCKS if named(lock)["build"] == "cpu" and not named(lock)["ray"])
     program = ROOT / "embedded/vllm_metadata_wheel.py"
     wheels = []
     for folder in ("first", "second"):

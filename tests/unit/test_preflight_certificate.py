@@ -7,7 +7,14 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie.preflight_certificate import CertificateError, certificates, check_certificate, validity
+from ansible.module_utils.aerie.preflight_certificate import (
+    CertificateError,
+    certificates,
+    check_certificate,
+    check_pair,
+    validity,
+)
+from certificates_made import Pair, pair
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -99,3 +106,46 @@ def test_text_around_a_certificate_is_ignored() -> None:
     pem = certificate(NOW, NOW + timedelta(days=1))
     assert len(certificates(b"subject=gateway\n" + pem + b"\n# next\n" + pem)) == 2
     assert certificates(DER) == [DER]
+
+
+def of_pair(certificate: str, key: str) -> list[str]:
+    return messages(check_pair(certificate, key, datetime.now(timezone.utc), ("CERTIFICATE", "KEY")))
+
+
+OWN, AUTHORITY = pair(), pair()
+SIGNED = pair(issuer=AUTHORITY)
+
+
+@pytest.mark.parametrize("made", [OWN, SIGNED])
+def test_a_certificate_with_its_key_is_no_finding(made: Pair) -> None:
+    assert of_pair(made.pem, made.key()) == []
+    assert of_pair(made.pem + AUTHORITY.pem, made.key()) == []
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "said"),
+    [
+        (OWN.pem, pair().key(), "KEY is not the key of CERTIFICATE: take those of one request"),
+        (OWN.pem, OWN.key("passphrase"), "KEY has a passphrase: take it off"),
+        (OWN.pem, OWN.pem, "CERTIFICATE and KEY cannot be used together (no PEM text): take a PEM certificate"),
+        (OWN.pem, "", "CERTIFICATE and KEY cannot be used together (no PEM text): take a PEM certificate"),
+        # The chain in the wrong order.
+        (AUTHORITY.pem + SIGNED.pem, SIGNED.key(), "KEY is not the key of CERTIFICATE: take those of one request"),
+    ],
+)
+def test_what_cannot_serve_is_a_problem(certificate: str, key: str, said: str) -> None:
+    (found,) = of_pair(certificate, key)
+    assert found.startswith(said)
+    assert not any(line in found for line in OWN.key().splitlines())
+
+
+def test_a_pair_that_ended_and_one_that_is_none() -> None:
+    ended = pair(days=-1)
+    (found,) = of_pair(ended.pem, ended.key())
+    assert found.startswith("CERTIFICATE ended on ")
+    assert of_pair(OWN.key(), OWN.key())[0].startswith("CERTIFICATE is none: ")
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_any_texts_are_looked_at(certificate: str, key: str) -> None:
+    assert of_pair(certificate, key) != []

@@ -15,6 +15,7 @@ import pytest
 from ansible.module_utils.aerie.drafter import content_digest
 from ansible.module_utils.aerie.files import sha256_bytes
 from ansible.module_utils.aerie.target import inspect_target
+from certificates_made import pair
 from model_files import write_kimi
 from modules import run_module
 from switched_host import SERVICE, Host, host_below
@@ -101,6 +102,38 @@ def test_a_host_that_is_as_wanted(host: Probed) -> None:
     assert [reason for reason in host.probe()["reasons"] if "drafter" in reason] != []
 
 
+def test_a_timer_that_runs_is_no_reason(host: Probed) -> None:
+    host.set_up()
+    arguments = timer("ActiveState=active\nUnitFileState=enabled\n")(host)
+    assert host.probe(**arguments)["reasons"] == []
+
+
+def test_a_timer_that_was_stopped_is_in_the_status(host: Probed, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = host.set_up()
+    arguments = {"root": str(host.root), "unit": str(host.unit), "settings": [str(host.etc / "vllm.env")]}
+    timer("ActiveState=inactive\nUnitFileState=enabled\n")(host)
+    # This host is not to be watched.
+    assert run_module("release_status", arguments, capsys)["problems"] == []
+    (host.etc / "aerie-watchdog.timer").write_text("")
+    found = run_module("release_status", arguments, capsys)
+    assert (found["release"], found["healthy"]) == (identity, True)
+    assert found["problems"] == ["aerie-watchdog.timer does not run: run deploy.yml"]
+
+
+def test_a_certificate_that_ends_soon_is_in_the_status(
+    host: Probed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.set_up()
+    settings = host.etc / "vllm.env"
+    settings.write_text(f"{settings.read_text()}AERIE_CERTIFICATE={tmp_path / 'vllm.pem'}\n")
+    (tmp_path / "vllm.pem").write_text(pair(days=10).pem)
+    arguments = {"root": str(host.root), "unit": str(host.unit), "settings": [str(settings)]}
+    problems = run_module("release_status", arguments, capsys)["problems"]
+    assert problems[0].startswith(f"the certificate {tmp_path / 'vllm.pem'} ends in 9 days, on ")
+    # It does not speak TLS.
+    assert problems[1:] == ["the service does not answer /health: see its journal"]
+
+
 def test_how_long_the_last_start_took(host: Probed) -> None:
     identity = host.set_up()
     for seconds in (70.5, 68.0):
@@ -179,6 +212,30 @@ def weights(host: Probed) -> Path:
     return host.drafter / "model.safetensors"
 
 
+def timer(state: str) -> Callable[[Probed], dict[str, Any]]:
+    def change(host: Probed) -> dict[str, Any]:
+        (host.state / "timer").write_text(state)
+        return {"timers": ["aerie-watchdog.timer"]}
+
+    return change
+
+
+def a_secret(damage: str) -> Callable[[Probed], dict[str, Any]]:
+    """The service runs with settings that name a secret, which somebody damaged."""
+
+    def change(host: Probed) -> dict[str, Any]:
+        path = host.etc / f"tls-key-{sha256_bytes(b'key')[:16]}"
+        if damage != "missing":
+            path.write_text(damage)
+            path.chmod(0o644 if damage == "key" else 0o600)
+        drop_in = host.etc / "vllm.service.d/aerie-secrets.conf"
+        drop_in.parent.mkdir()
+        drop_in.write_text(f"[Service]\nLoadCredential=tls-key:{path}\n")
+        return {"settings": {**host.settings(), str(drop_in): drop_in.read_text()}}
+
+    return change
+
+
 def under_way(host: Probed) -> dict[str, Any]:
     host.start(host.stage("other"))
     return {"in_progress": "wait"}
@@ -210,6 +267,15 @@ CHANGES: dict[str, tuple[Callable[[Probed], dict[str, Any]], str]] = {
     "stopped": (stopped, "the service does not run"),
     "not whole": (not_noted, "release {identity} is not wholly staged"),
     "under way": (under_way, "a switch is under way"),
+    "timer": (timer("ActiveState=inactive\nUnitFileState=enabled\n"), "aerie-watchdog.timer does not run"),
+    "timer until a reboot": (
+        timer("ActiveState=active\nUnitFileState=disabled\n"),
+        "aerie-watchdog.timer is disabled",
+    ),
+    "no timer": (timer(""), "aerie-watchdog.timer does not run"),
+    "secret": (a_secret("missing"), "{etc}/tls-key-2c70e12b7a0646f9 cannot be read"),
+    "edited secret": (a_secret("else"), "{etc}/tls-key-2c70e12b7a0646f9 was edited"),
+    "open secret": (a_secret("key"), "{etc}/tls-key-2c70e12b7a0646f9 is open to others"),
 }
 
 

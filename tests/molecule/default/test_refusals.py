@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 from scenario import STATE, Run, on_host
 
 # All that a deploy writes, and the process that serves.
@@ -94,6 +96,16 @@ def test_drafter_that_does_not_fit(deploy: Callable[..., str], tmp_path: Path) -
     assert "128" in message
     assert str(drafter / "config.json") in message
     assert "/srv/models/rot/target/config.json" in message
+
+
+def test_drafter_whose_d2t_holds_target_ids(deploy: Callable[..., str], tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(STATE / "models/rot/drafter", drafter)
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({**tensors, "d2t": tensors["d2t"] + np.arange(len(tensors["d2t"]))}, drafter / "model.safetensors")
+    message = deploy(drafter_path=str(drafter))
+    assert "d2t holds target ids, and vLLM adds the draft id to each" in message
+    assert str(drafter / "model.safetensors") in message
 
 
 def test_vllm_that_cannot_serve_eagle3_for_the_model(deploy: Callable[..., str], tmp_path: Path) -> None:

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
-from scenario import Run, on_host
+from scenario import Run, observe, on_host
 
 FILE = "vllm/model_executor/models/deepseek_v2.py"
 
 
 def running() -> tuple[str, str]:
     """Return the environment that the service's processes have mapped, and the digest of FILE there."""
-    seen = json.loads(on_host(f"sudo python3 /srv/reference/observe.py {FILE} </dev/null"))
+    seen = observe(FILE)
     (environment,) = seen["environments"]
     return environment, seen["sha256"]
 

@@ -370,6 +370,43 @@ def test_another_configuration_undrains_nobody(tmp_path: Path) -> None:
         assert served_by(exchange(connection, "POST", "/v1/completions", completion())) == "toy-b"
 
 
+def test_a_replica_with_tls_is_known_by_its_certificate(tmp_path: Path) -> None:
+    """It changes from HTTP to TLS, which HAProxy's state file does not know of."""
+
+    def pair(name: str) -> tuple[Path, Path]:
+        key, certificate = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
+        make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        make += ["-keyout", str(key), "-out", str(certificate), "-subj", f"/CN={name}", "-days", "2"]
+        subprocess.run(make, capture_output=True, check=True)
+        return certificate, key
+
+    certificate, key = pair("toy-b")
+    text = shlex.quote(certificate.read_text() + key.read_text())
+    engine = f"/srv/toy_engine.py toy-b {ENGINES['toy-b']} 8443 /srv/toy-b.pem"
+    on_host(
+        ENGINES["toy-b"], f"echo {text} | sudo tee /srv/toy-b.pem > /dev/null; sudo systemd-run --unit=toy-tls {engine}"
+    )
+    plain = {"name": "toy-b", "address": ENGINES["toy-b"], "port": 8000}
+    converge(load_balancer_servers=[plain])
+    wait_for(are_up, "toy-b is up")
+    with_tls = {**plain, "port": 8443, "tls_authorities": certificate.read_text()}
+    converge(load_balancer_servers=[with_tls])
+    # As its check finds it, over a connection of the same kind as requests have.
+    wait_for(lambda: served_if_any() == "toy-b", "toy-b serves with TLS")
+    assert servers()["toy-b"]["srv_use_ssl"] == "1"
+    converge(load_balancer_servers=[{**with_tls, "tls_authorities": pair("stranger")[0].read_text()}])
+    wait_for(lambda: not are_up(), "toy-b is down")
+    assert served_if_any() == ""
+    converge(load_balancer_servers=[plain])
+    wait_for(lambda: served_if_any() == "toy-b", "toy-b serves without TLS")
+
+
+def served_if_any() -> str:
+    """Return the engine that answers a completion; nothing if none does."""
+    answer = ask("POST", "/v1/completions", completion())
+    return served_by(answer) if answer[0] == 200 else ""
+
+
 def test_what_is_removed_is_gone() -> None:
     ansible("ansible-playbook", str(HERE / "remove.yml"))
     with pytest.raises(OSError):

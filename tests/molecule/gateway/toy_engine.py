@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a gateway sees of vLLM: /health, completions that take their time, and routes that are nobody's business.
 
-toy_engine.py NAME ADDRESS PORT. A completion's `max_tokens` tokens take a tenth of a second each; with `stream` they
-are sent one by one. Every answer names the engine; GET /count says how many completions it was asked for, and how many
-of more than one token are under way. GET /finish ends all streams with the token that they are at.
+toy_engine.py NAME ADDRESS PORT [PEM]: with TLS if it is given a file with certificate and key. A completion's
+`max_tokens` tokens take a tenth of a second each; with `stream` they are sent one by one. Every answer names the
+engine; GET /count says how many completions it was asked for, and how many of more than one token are under way. GET
+/finish ends all streams with the token that they are at.
 """
 
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import threading
 import time
@@ -79,4 +81,9 @@ class Engine(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     Engine.name = sys.argv[1]
-    ThreadingHTTPServer((sys.argv[2], int(sys.argv[3])), Engine).serve_forever()
+    server = ThreadingHTTPServer((sys.argv[2], int(sys.argv[3])), Engine)
+    if len(sys.argv) > 4:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(sys.argv[4])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()

@@ -11,18 +11,20 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
+import credentials
 import pytest
 from fleet import SERVICE, Machine, await_that, machines
 
 ROOT = Path(__file__).parents[3]
 INVENTORY = Path(__file__).parent / "inventory"
-KEY = os.environ["API_KEY"]
+KEY = credentials.load().api_key
 PORT = 8000
 MODEL = "kimi-k2.5-tiny"
 START_S = 240.0
@@ -44,9 +46,15 @@ def serving(machine: Machine) -> Machine:
     return machine
 
 
+def connect(machine: Machine) -> http.client.HTTPSConnection:
+    """Return a connection to the service, which has to show its certificate, with the host's address in it."""
+    context = ssl.create_default_context(cadata=credentials.load().certificate)
+    return http.client.HTTPSConnection(str(machine.host.address), PORT, timeout=20, context=context)
+
+
 def ask(machine: Machine, method: str, path: str, key: str | None = None, body: object = None) -> int:
     """Return the status that the service answers with; 0 without an answer."""
-    connection = http.client.HTTPConnection(str(machine.host.address), PORT, timeout=20)
+    connection = connect(machine)
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
@@ -122,7 +130,7 @@ def test_who_is_no_client_does_not_reach_it(serving: Machine) -> None:
     """The bridge gets a second address, from which nobody is allowed."""
     address = str(serving.host.network.network_address + 2)
     probe = ["curl", "--silent", "--max-time", "2", "--output", "/dev/null", "--interface", address]
-    url = f"http://{serving.host.address}:{PORT}/health"
+    url = f"https://{serving.host.address}:{PORT}/health"
     subprocess.run(["ip", "addr", "add", f"{address}/24", "dev", serving.host.bridge], check=True)
     try:
         refused = subprocess.run([*probe, url], check=False).returncode
@@ -170,7 +178,7 @@ def set_keys(directory: Path, keys: dict[str, str]) -> None:
     variables.write_text(json.dumps({"vllm_service_api_keys": keys}))
     program = str(Path(sys.executable).with_name("ansible-playbook"))
     playbook = str(Path(__file__).with_name("keys.yml"))
-    command = [program, playbook, "-i", str(INVENTORY), "-e", f"@{variables}"]
+    command = [program, playbook, "-i", str(INVENTORY), "-i", str(credentials.INVENTORY), "-e", f"@{variables}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
     assert not any(key in result.stdout for key in keys.values())
@@ -267,7 +275,7 @@ def stopped(machine: Machine) -> Stopped:
 
 
 def requests_running(machine: Machine) -> float:
-    connection = http.client.HTTPConnection(str(machine.host.address), PORT, timeout=20)
+    connection = connect(machine)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network between a replica's hosts: measured for real on this machine's addresses, and judged from numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from ansible.module_utils.aerie.fabric import (
+    Measurement,
+    describe,
+    interface_of,
+    listen,
+    measure,
+    mtu_of,
+    problems,
+    serve,
+)
+from modules import run_module
+
+HERE, THERE = "127.77.1.1", "127.77.1.2"
+NAMES = {HERE: "h1", THERE: "h2"}
+GOOD = Measurement(THERE, True, HERE, 0.01, 0.05, 180.0, 9000, 9000)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    listener = socket.create_server((THERE, 0))
+    found = int(listener.getsockname()[1])
+    threading.Thread(target=serve, args=(listener, 5.0, 9000), daemon=True).start()
+    yield found
+
+
+def test_what_is_measured(port: int) -> None:
+    found = measure(HERE, THERE, port, 0.2, 1500)
+    assert (found.seen_as, found.mtu, found.peer_mtu) == (HERE, 1500, 9000)
+    assert abs(found.clock_s) < 0.1
+    assert 0 < found.rtt_ms < 100
+    assert found.gbit_s and found.gbit_s > 0.1
+
+
+def test_nobody_there() -> None:
+    with socket.create_server((THERE, 0)) as listener:
+        closed = int(listener.getsockname()[1])
+    found = measure(HERE, THERE, closed, 0.1, 1500)
+    assert not found.reached
+    (problem,) = problems("h1", HERE, NAMES, [found], 0)
+    assert problem.startswith(f"h1 cannot reach h2 at {THERE} from {HERE} (")
+    assert problem.endswith("correct multi_node_address, or open the network between them")
+
+
+def test_a_way_that_carries_small_packets_only() -> None:
+    """A peer that answers questions and swallows nothing, as behind a switch that drops large packets."""
+    with socket.create_server((THERE, 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                with contextlib.suppress(OSError):
+                    connection, _ = listener.accept()
+                    threading.Thread(target=questions, args=(connection,), daemon=True).start()
+
+        def questions(connection: socket.socket) -> None:
+            with connection:
+                while connection.recv(1) == b"?":
+                    connection.sendall(b'{"clock": 0, "seen_as": "127.77.1.1", "mtu": 1500}\n')
+
+        threading.Thread(target=answer, daemon=True).start()
+        found = measure(HERE, THERE, listener.getsockname()[1], 0.2, 1500)
+    assert found.reached and found.gbit_s is None
+    assert "small packets from h1 to h2 arrive and large ones do not" in "".join(
+        problems("h1", HERE, NAMES, [found], 0)
+    )
+
+
+def test_a_good_way_has_no_problems_and_is_described() -> None:
+    assert list(problems("h1", HERE, NAMES, [GOOD], 100)) == []
+    assert describe("h1", NAMES, [GOOD]) == [
+        "h1 to h2: 0.05 ms there and back, 180.0 Gbit/s over TCP, MTU 9000, clock +0.01 s"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seen_as": "10.9.9.9"}, "h2 sees h1 as 10.9.9.9 and not as 127.77.1.1: there must be no NAT between them"),
+        ({"clock_s": -3.2}, "the clock of h2 is -3.2 s from that of h1: synchronise them (chrony)"),
+        ({"peer_mtu": 1500}, "h1 has MTU 9000 and h2 1500 on the fabric: give both the same"),
+        ({"gbit_s": 0.9}, "h1 sends 0.9 Gbit/s to h2, and multi_node_least_bandwidth is 10: see the link's speed"),
+    ],
+)
+def test_each_problem_names_both_hosts_and_both_values(change: dict[str, object], words: str) -> None:
+    (problem,) = problems("h1", HERE, NAMES, [GOOD._replace(**change)], 10)  # type: ignore[arg-type]
+    assert problem.startswith(words)
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert mtu_of("lo") > 1500
+    assert interface_of("192.0.2.1") == ""
+
+
+def test_the_module_listens_measures_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free = int(listener.getsockname()[1])
+    here = {"address": "127.0.0.1", "port": free, "host": "h1"}
+    absent = run_module(
+        "fabric_check", {**here, "state": "measured", "seconds": 0.1, "peers": {"127.0.0.1": "h2"}}, capsys
+    )
+    assert absent["problems"] == [absent["msg"]]
+    assert "h1 cannot reach h2 at 127.0.0.1" in absent["msg"]
+    result = run_module("fabric_check", {**here, "state": "listening", "seconds": 3, "address": "192.0.2.1"}, capsys)
+    assert "no network interface of h1 has the address 192.0.2.1" in result["msg"]
+
+
+def test_a_later_run_takes_the_port_from_an_earlier_one() -> None:
+    with socket.create_server((THERE, 0)) as listener:
+        free = int(listener.getsockname()[1])
+    for _ in range(3):
+        listen(THERE, free, 5.0)
+        assert measure(HERE, THERE, free, 0.1, 1500).gbit_s
