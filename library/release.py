@@ -43,13 +43,17 @@ options:
   keep:
     description:
       - How many releases stay, those that served last first. One that is current, that a process runs or that would be
-        rolled back to always stays.
+        rolled back to always stays, and so does one that was staged within a day and not tried yet.
     type: int
     default: 3
   caches:
     description: Where releases keep what they compile, each in a directory that its unit names.
     type: path
     default: /var/cache/vllm
+  units:
+    description: Where the units of Aerie's programs lie. What none of them names below O(root)/tools is removed.
+    type: path
+    default: /etc/systemd/system
 attributes:
   check_mode:
     support: full
@@ -100,9 +104,11 @@ removed:
 """
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie.program import unused
 from ansible.module_utils.aerie.release import ReleaseError, Releases, release_id
 from ansible.module_utils.aerie.switch import Journal
 from ansible.module_utils.basic import AnsibleModule
@@ -116,6 +122,7 @@ ARGUMENT_SPEC = {
     "request": {"type": "dict", "default": {}},
     "keep": {"type": "int", "default": 3},
     "caches": {"type": "path", "default": "/var/cache/vllm"},
+    "units": {"type": "path", "default": "/etc/systemd/system"},
 }
 
 
@@ -159,7 +166,11 @@ def prune(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
     protected = [*aimed_at, releases.newest_deployment().get("from", "")]
     caches = Path(module.params["caches"])
     unwanted = releases.prune(module.params["keep"], protected, check=module.check_mode, caches=caches)
-    removed = [str(path) for path in unwanted]
+    programs = unused(releases.root / "tools", Path(module.params["units"]))
+    if not module.check_mode:
+        for path in programs:
+            shutil.rmtree(path)
+    removed = [str(path) for path in (*unwanted, *programs)]
     diff = {"before": "".join(f"{path}\n" for path in removed), "after": ""}
     return {"removed": removed, "changed": bool(removed), "diff": diff}
 

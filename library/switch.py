@@ -155,6 +155,10 @@ progress:
   description: How far the start of vLLM is.
   type: dict
   returned: when there is a switch
+disk_full:
+  description: That there is no room on the disk with the journal, which the program waits for.
+  type: bool
+  returned: when it is full
 switch:
   description: The deployment, who started it and when, both releases, the gates' results, and why it was undone.
   type: dict
@@ -171,6 +175,7 @@ changes:
 """
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -325,7 +330,7 @@ def look(journal: switch.Journal, deployment: str) -> dict[str, Any]:
     under_way = journal.load()
     if under_way and journal.state["deployment"] == deployment:
         outcome = "ready" if journal.state["phase"] == switch.AWAITING else "under way"
-        return {**_describe(journal.state), "outcome": outcome}
+        return {**_describe(journal.state), "outcome": outcome, **_room(journal.directory)}
     last = journal.last()
     if last.get("deployment") == deployment:
         return {**_describe(last), "outcome": last["outcome"]}
@@ -358,6 +363,11 @@ def abort(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
         journal.tell("abort", journal.state["deployment"], module.params["reason"])
     # Ready for confirmation is what it may still be until the program has read this.
     return follow(module, journal, until=(switch.CONFIRMED, switch.RESTORED, switch.NOT_RESTORED, "none"))
+
+
+def _room(directory: Path) -> dict[str, bool]:
+    """Tell of a full disk: the program waits on it, and has no room to say so itself."""
+    return {} if os.statvfs(directory).f_bfree else {"disk_full": True}
 
 
 def _describe(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -12,6 +13,7 @@ from ansible.module_utils.aerie.files import sha256_bytes, sync_directory, write
 
 _PACKAGE = "ansible.module_utils.aerie"
 _DIGEST_LENGTH = 16
+_INSTALLED_LATELY_S = 24 * 3600
 
 
 def loaded_sources() -> dict[str, bytes]:
@@ -56,6 +58,14 @@ def install(tools: Path) -> Path:
                 raise
     sync_directory(tools)
     return home
+
+
+def unused(tools: Path, units: Path) -> list[Path]:
+    """Return the directories below ``tools`` that no unit in ``units`` names; one of today may be about to be named."""
+    since = time.time() - _INSTALLED_LATELY_S
+    texts = [path.read_text(errors="replace") for path in units.glob("aerie-*.service")]
+    homes = sorted(home for home in tools.glob("aerie-*") if home.stat().st_mtime < since)
+    return [home for home in homes if not any(str(home) in text for text in texts)]
 
 
 def _source(module: ModuleType) -> bytes:

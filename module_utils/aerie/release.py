@@ -22,9 +22,10 @@ ID_LENGTH = 16
 _DOOMED = ".removed-"
 _IN_PROCESS = re.compile(rf"/releases/([0-9a-f]{{{ID_LENGTH}}})/venv/")
 
-
 # What a release's unit calls its directory for what is compiled.
 _CACHE = re.compile(r"[0-9a-f]{16}")
+# Another run may be about to switch to a release that was staged so lately.
+_STAGED_LATELY_S = 24 * 3600
 
 
 class ReleaseError(RuntimeError):
@@ -187,12 +188,16 @@ class Releases:
     ) -> list[Path]:
         """Remove all but the ``keep`` releases that served last, and what in the store and in ``caches`` was theirs.
 
-        A release that is current, that a process runs, or that is one of ``protected`` stays and counts. A cache has
-        the name that its release's unit gives it. Returns what was removed, or with ``check`` what would be.
+        A release that is current, that a process runs, or that is one of ``protected`` stays and counts. One that was
+        staged lately and did not serve yet stays, too. A cache has the name that its release's unit gives it. Returns
+        what was removed, or with ``check`` what would be.
         """
         protected = {self.current(), *protected, *releases_in_use()}
         # One that was undone did not serve.
-        served = [entry["to"] for entry in self.ledger() if entry.get("action") == "confirm"]
+        ledger = self.ledger()
+        served = [entry["to"] for entry in ledger if entry.get("action") == "confirm"]
+        tried = {entry["to"] for entry in ledger if entry.get("action") == "activate"}
+        since = time.time() - _STAGED_LATELY_S
         # The last to serve first; those that never served are the first to go, the oldest of them last.
         order = sorted(
             self.identities(),
@@ -203,7 +208,13 @@ class Releases:
             ),
             reverse=True,
         )
-        kept = [identity for place, identity in enumerate(order) if place < keep or identity in protected]
+        kept = [
+            identity
+            for place, identity in enumerate(order)
+            if place < keep
+            or identity in protected
+            or (identity not in tried and self.path(identity).stat().st_mtime > since)
+        ]
         # Notes first: what is removed in part is not wholly staged.
         unwanted = sorted(path for path in (self.root / "staged").glob("*.json") if path.stem not in kept)
         unwanted += [self.path(identity) for identity in order if identity not in kept]

@@ -101,8 +101,10 @@ def _sentence(end: End) -> str:
     if end.outcome in ("failed", "none"):
         return f"{end.host}: the switch did not begin: {end.message or 'see above'}"
     gate = f" at the gate `{switch['failed_gate']}`" if switch.get("failed_gate") else ""
-    phase = f" while {switch['failed_phase']}" if switch.get("failed_phase") and not gate else ""
     reason = f": {switch['reason']}" if switch.get("reason") else ""
+    failed_phase = switch.get("failed_phase", "")
+    # "the host was rebooted while ..." says it already.
+    phase = f" while {failed_phase}" if failed_phase and not gate and failed_phase not in reason else ""
     failed = f"{end.host}: the switch from {before} to {after} failed{gate}{phase}{reason}"
     if end.outcome == "restored":
         return f"{failed.rstrip('. ')}. Restored: {switch.get('message', '')}."

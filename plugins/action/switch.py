@@ -71,7 +71,8 @@ class _Progress:
         progress = outcome["progress"]
         percent = f" {progress['percent']} %" if progress.get("percent") is not None else ""
         inside = f": {progress['phase']}{percent}" if progress.get("phase") else ""
-        text = f"{self._host}: {outcome['phase']}{inside}"
+        full = ", and there is no room on the disk" if outcome.get("disk_full") else ""
+        text = f"{self._host}: {outcome['phase']}{inside}{full}"
         now = time.monotonic()
         if text != self._text or now - self._shown >= _SHOW_EVERY_S:
             self._text, self._shown = text, now

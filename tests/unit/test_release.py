@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -446,6 +447,7 @@ def staged(host: Host, number: int, drafter: str = "") -> str:
 
 def prune(host: Host, keep: int, check_mode: bool = False) -> list[str]:
     arguments = {"root": str(host.root), "state": "pruned", "keep": keep, "caches": str(host.root / "caches")}
+    arguments["units"] = str(host.root / "units")
     before = host.tree()
     result = run_module("release", arguments, host.capsys, check_mode)
     assert result["failed"] is False
@@ -509,6 +511,33 @@ def test_of_releases_that_never_served_the_newest_stays(host: Host) -> None:
     prune(host, 2)
     assert host.releases.identities() == sorted([current, newer])
     assert older not in host.releases.identities()
+
+
+def test_what_was_staged_lately_stays_until_it_was_tried(host: Host) -> None:
+    current = host.activate(staged(host, 1))
+    tried, old, lately = staged(host, 2), staged(host, 3), staged(host, 4, drafter="drafter4")
+    host.releases.append_to_ledger(entry("d", "activate", current, tried))
+    for identity in (tried, lately):
+        os.utime(host.releases.path(identity))
+    prune(host, 1)
+    # What was tried, and undone since, is what one would go back from.
+    assert host.releases.identities() == sorted([current, lately])
+    assert (host.root / "store/drafter4").is_dir()
+    assert old not in host.releases.identities()
+
+
+def test_programs_that_no_unit_names_go(host: Host) -> None:
+    host.activate(staged(host, 1))
+    tools, units = host.root / "tools", host.root / "units"
+    for name, days in (("aerie-named", 9), ("aerie-old", 9), ("aerie-new", 0), ("uv-0.9", 9)):
+        (tools / name).mkdir(parents=True)
+        (tools / name / "file").touch()
+        then = time.time() - days * 86400
+        os.utime(tools / name, (then, then))
+    units.mkdir()
+    (units / "aerie-switch.service").write_text(f"[Service]\nEnvironment=PYTHONPATH={tools}/aerie-named\n")
+    assert prune(host, 1, check_mode=True) == prune(host, 1) == ["tools/aerie-old"]
+    assert sorted(path.name for path in tools.iterdir()) == ["aerie-named", "aerie-new", "uv-0.9"]
 
 
 def test_what_is_needed_stays_however_little_is_to_be_kept(host: Host) -> None:

@@ -106,6 +106,7 @@ SWITCH = {"from": "aaaa", "to": "bbbb", "reason": "", "message": ""}
 STARTED = {"outcome": "started", "switch": SWITCH}
 READY = {"outcome": "ready", "switch": SWITCH}
 SKIPPED = {"skipped": True, "changed": False}
+CUT_OFF = "the host was rebooted while confirming"
 GONE = {"unreachable": True, "msg": "no route to host"}
 
 
@@ -147,6 +148,12 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"release_started": STARTED, "release_followed": restored(failed_phase="starting the service")},
         "restored",
         "h1: the switch from aaaa to bbbb failed while starting the service: it was killed. Restored: release aaaa "
+        "serves again.",
+    ),
+    "cut off in a phase": (
+        {"release_started": STARTED, "release_followed": restored(failed_phase="confirming", reason=CUT_OFF)},
+        "restored",
+        "h1: the switch from aaaa to bbbb failed: the host was rebooted while confirming. Restored: release aaaa "
         "serves again.",
     ),
     "not restored": (

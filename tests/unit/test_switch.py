@@ -898,8 +898,10 @@ def fill_for_good(host: Host, old: str, disk: Disk) -> None:
     for _ in range(2):
         await_touch(ledger)
     assert program.runs()
+    assert host.switch("followed", window_s=0)["disk_full"]
     disk.free()
     assert program.wait() == 0
+    assert "disk_full" not in host.switch("followed", window_s=0)
     end = host.journal.last()
     assert (host.pid(), end["outcome"], end["failed_phase"]) == (pid, "restored", switch.AWAITING)
     assert [entry["action"] for entry in host.releases.ledger()][-2:] == ["activate", "restore"]
