@@ -38,9 +38,10 @@ class GpuNeeds:
     """What the service needs of a host's GPUs.
 
     ``cuda``: the release that the build is for. ``count``: GPUs on this host, for ``stages`` pipeline stages.
-    ``visible``: indices or UUIDs that the service is given, none for all. ``weights``: bytes of this host's part of the checkpoint, 0 if not known.
-    ``utilization``: the share of a GPU's memory that vLLM may use. ``latent``: the model's attention is latent (MLA).
-    ``backend``: the attention backend that is asked for, or empty. ``dtype``: vLLM's option.
+    ``visible``: indices or UUIDs that the service is given, none for all. ``weights``: bytes of this host's part of the
+    checkpoint, 0 if not known. ``utilization``: the share of a GPU's memory that vLLM may use. ``latent``:
+    the model's attention is latent (MLA). ``backend``: the attention backend that is asked for, or empty. ``dtype``:
+    vLLM's option.
     ``custom_all_reduce``: whether vLLM's own all-reduce is left on.
     """
 

@@ -74,7 +74,8 @@ def test_too_few_gpus_are_counted() -> None:
         "4 GPUs are usable and tensor-parallel-size is 8: lower it, or see nvidia-smi"
     ]
     assert check(facts("h200.xml", own=own), 8, stages=2) == [
-        "4 GPUs are usable and tensor-parallel-size is 4, in 2 pipeline stages on this host: lower it, or see nvidia-smi"
+        "4 GPUs are usable and tensor-parallel-size is 4, in 2 pipeline stages on this host: "
+        "lower it, or see nvidia-smi"
     ]
     assert check(facts("no_gpu.xml")) == [
         "0 GPUs are usable and tensor-parallel-size is 1: lower it, or see nvidia-smi"

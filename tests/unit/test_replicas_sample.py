@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sample of replicas over several hosts: what Ansible makes of it, and what its hosts' releases and settings say."""
+"""The sample of replicas over several hosts: what Ansible makes of it, and what its hosts are told."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ import array
 import asyncio
 import contextlib
 import fcntl
+import importlib.util
 import ipaddress
 import json
 import os
@@ -140,6 +141,9 @@ def ray_command(node: Node) -> list[str]:
     """Return the command that is Ray's part here. Every port is fixed, so that the firewall knows them."""
     if node.is_head:
         role = ["--head", f"--port={node.port}", "--include-dashboard=false"]
+        if importlib.util.find_spec("grpc"):
+            # Ray then has a server for clients, which nothing turns off: at 10001 unless it is told another port.
+            role.append(f"--ray-client-server-port={node.port + 8}")
     else:
         role = [f"--address={node.head}:{node.port}"]
     return [
