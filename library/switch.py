@@ -15,6 +15,8 @@ description:
     meanwhile, it brings the previous release back without being asked.
   - With O(state=followed), tells how far it is. With O(state=confirmed), keeps the release. With O(state=aborted), has
     the previous release back.
+  - With O(together), the program waits before it stops the service, and before it activates the release, until
+    O(state=proceeded) says that all hosts of the replica are as far.
   - A service that runs the release with these settings already is left alone.
 options:
   root:
@@ -24,7 +26,7 @@ options:
   state:
     description: What is wanted.
     type: str
-    choices: [started, followed, confirmed, aborted]
+    choices: [started, followed, proceeded, confirmed, aborted]
     required: true
   deployment:
     description: The id of the run over the fleet.
@@ -77,6 +79,16 @@ options:
         longer by twice the time that this one took.
     type: bool
     default: false
+  together:
+    description:
+      - Whether this is one of several hosts of a replica, which go from phase to phase together. A host that hears no
+        more of the others within O(confirm_budget_s) has the previous release back. For O(state=started).
+    type: bool
+    default: false
+  step:
+    description: What all hosts of the replica may begin. For O(state=proceeded).
+    type: str
+    choices: [stop, activate]
   live:
     description: The gate of acceptance, with the keys C(mode) (enforce, advisory or off) and C(config).
     type: dict
@@ -142,7 +154,8 @@ EXAMPLES = r"""
 RETURN = r"""
 outcome:
   description:
-    - C(unchanged) where the service runs the release already, C(started), C(under way), or C(ready) for confirmation.
+    - C(unchanged) where the service runs the release already, C(started), C(under way), C(waiting) for the replica's
+      other hosts, or C(ready) for confirmation.
     - C(confirmed), C(restored) or C(not restored) at the end, and C(none) where the host knows no such switch.
     - C(in progress) where another deployment's switch is under way; RV(switch) tells whose.
   type: str
@@ -155,6 +168,10 @@ progress:
   description: How far the start of vLLM is.
   type: dict
   returned: when there is a switch
+waits_to:
+  description: The step that the program waits to begin, or nothing.
+  type: str
+  returned: while the switch is under way
 disk_full:
   description: That there is no room on the disk with the journal, which the program waits for.
   type: bool
@@ -189,7 +206,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC = {
     "root": {"type": "path", "required": True},
-    "state": {"type": "str", "choices": ["started", "followed", "confirmed", "aborted"], "required": True},
+    "state": {"type": "str", "choices": ["started", "followed", "proceeded", "confirmed", "aborted"], "required": True},
     "deployment": {"type": "str", "required": True},
     "id": {"type": "str"},
     "unit": {"type": "path", "default": "/etc/systemd/system/vllm.service"},
@@ -202,6 +219,8 @@ ARGUMENT_SPEC = {
     "stuck_after_s": {"type": "float", "default": 900},
     "confirm_budget_s": {"type": "float", "default": 300},
     "mates": {"type": "bool", "default": False},
+    "together": {"type": "bool", "default": False},
+    "step": {"type": "str", "choices": [switch.STOP, switch.ACTIVATE]},
     "live": {"type": "dict", "default": {"mode": "off", "config": {}}},
     "numeric": {"type": "dict", "default": {}},
     "in_progress": {"type": "str", "choices": ["fail", "wait", "take_over"], "default": "fail"},
@@ -280,6 +299,7 @@ def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) ->
             "stuck_after_s": params["stuck_after_s"],
             "confirm_s": params["confirm_budget_s"],
             "mates": params["mates"],
+            "together": params["together"],
             "live": params["live"],
             "numeric": params["numeric"],
         }
@@ -329,8 +349,9 @@ def look(journal: switch.Journal, deployment: str) -> dict[str, Any]:
     """Say how the switch of ``deployment`` stands."""
     under_way = journal.load()
     if under_way and journal.state["deployment"] == deployment:
-        outcome = "ready" if journal.state["phase"] == switch.AWAITING else "under way"
-        return {**_describe(journal.state), "outcome": outcome, **_room(journal.directory)}
+        waits_to = journal.state.get("waits_to", "")
+        outcome = "ready" if journal.state["phase"] == switch.AWAITING else "waiting" if waits_to else "under way"
+        return {**_describe(journal.state), "outcome": outcome, "waits_to": waits_to, **_room(journal.directory)}
     last = journal.last()
     if last.get("deployment") == deployment:
         return {**_describe(last), "outcome": last["outcome"]}
@@ -357,6 +378,18 @@ def confirm(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
     return follow(module, journal, until=(switch.CONFIRMED, switch.RESTORED, switch.NOT_RESTORED, "none"))
 
 
+def proceed(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
+    deployment, step = module.params["deployment"], module.params["step"]
+    deadline = time.monotonic() + module.params["window_s"]
+    seen = look(journal, deployment)
+    if seen.get("waits_to") == step and not module.check_mode:
+        journal.tell("proceed", deployment, step)
+        while seen.get("waits_to") == step and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            seen = look(journal, deployment)
+    return follow(module, journal)
+
+
 def abort(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
     # Whoever's it is: taking over another deployment's switch is what this is for, too.
     if journal.load() and not module.check_mode:
@@ -380,7 +413,7 @@ def _describe(state: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     module = AnsibleModule(
         argument_spec=ARGUMENT_SPEC,
-        required_if=[("state", "started", ["id"])],
+        required_if=[("state", "started", ["id"]), ("state", "proceeded", ["step"])],
         supports_check_mode=True,
     )
     releases = Releases(Path(module.params["root"]))
@@ -389,10 +422,9 @@ def main() -> None:
         if module.params["state"] == "started":
             with contextlib.nullcontext() if module.check_mode else journal.alone():
                 result = start(module, releases, journal)
-        elif module.params["state"] == "followed":
-            result = follow(module, journal)
         else:
-            result = (confirm if module.params["state"] == "confirmed" else abort)(module, journal)
+            act = {"followed": follow, "proceeded": proceed, "confirmed": confirm, "aborted": abort}
+            result = act[module.params["state"]](module, journal)
     except (ReleaseError, switch.SwitchError, OSError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(**result)

@@ -46,6 +46,9 @@ AWAITING = "awaiting confirmation"
 CONFIRMING = "confirming"
 RESTORING = "restoring the previous release"
 
+# What the hosts of one replica begin together: to stop the service, and to activate the release.
+STOP, ACTIVATE = "stop", "activate"
+
 CONFIRMED = "confirmed"
 RESTORED = "restored"
 NOT_RESTORED = "not restored"
@@ -107,7 +110,8 @@ class Journal:
     def open(self, request: Mapping[str, Any]) -> None:
         """Begin a switch."""
         # Answers to an earlier switch, and what a killed program was about to write.
-        for path in (self.directory / "confirm", self.directory / "abort", *self.directory.glob(".*")):
+        answers = [self.directory / what for what in ("confirm", "abort", "proceed")]
+        for path in (*answers, *self.directory.glob(".*")):
             path.unlink(missing_ok=True)
         self.state = {**request, "phase": REQUESTED, "phases": [], "gates": [], "progress": {}, "boot": boot_id()}
         try:
@@ -145,7 +149,7 @@ class Journal:
         self._ballast.unlink(missing_ok=True)
 
     def told(self, what: str) -> str | None:
-        """Return the reason that was given with ``confirm`` or ``abort`` for this deployment; None if there is none."""
+        """Return the reason or step that was given with an answer for this deployment; None if there is no answer."""
         try:
             deployment, _, reason = (self.directory / what).read_text().partition("\n")
         except OSError:
@@ -153,7 +157,7 @@ class Journal:
         return reason.strip() if deployment == self.state["deployment"] else None
 
     def tell(self, what: str, deployment: str, reason: str = "") -> None:
-        """Leave ``confirm`` or ``abort`` for the program."""
+        """Leave ``confirm``, ``abort`` or ``proceed`` for the program."""
         write_atomically(self.directory / what, f"{deployment}\n{reason}\n".encode())
 
 
@@ -171,8 +175,10 @@ class Switch:
     def run(self) -> str:
         """Switch, and return the outcome. What fails before the confirmation is undone."""
         try:
+            self._meet(STOP)
             self._stop()
             self._check_numbers()
+            self._meet(ACTIVATE)
             self._activate()
             self._start()
             self._measure()
@@ -239,6 +245,23 @@ class Switch:
     def _write_to_ledger(self, entry: Mapping[str, Any]) -> None:
         full = {"deployment": self._journal.state["deployment"], **entry}
         _with_room(lambda: self._releases.append_to_ledger(full))
+
+    def _meet(self, step: str) -> None:
+        """Wait until all hosts of the replica are as far, which the control node sees; alone, go on."""
+        state = self._journal.state
+        if not state["together"]:
+            return
+        state["waits_to"] = step
+        self._journal.save()
+        deadline = time.monotonic() + state["confirm_s"]
+        while self._journal.told("proceed") != step:
+            self._heed_abort()
+            if time.monotonic() > deadline:
+                raise SwitchError(
+                    f"nothing was heard of the replica's other hosts within {state['confirm_s']:g} s, to {step} together"
+                )
+            time.sleep(_POLL_S)
+        del state["waits_to"]
 
     def _stop(self) -> None:
         self._heed_abort()
