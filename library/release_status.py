@@ -58,6 +58,10 @@ healthy:
   description: Whether the service answers /health.
   type: bool
   returned: success
+worker:
+  description: Whether this host is a part of a replica that answers on another host.
+  type: bool
+  returned: success
 deployment:
   description: The deployment that brought the current release.
   type: str

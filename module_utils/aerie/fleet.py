@@ -21,7 +21,9 @@ def fleet(
 
 def _row(host: str, state: Mapping[str, Any], gateways: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     acceptance = state.get("acceptance") or {}
-    seen = {name: _at_gateway(host, listed) for name, listed in gateways.items()}
+    # Of a replica over several hosts, gateways know the one that answers.
+    asked = {} if state.get("worker") else gateways
+    seen = {name: _at_gateway(host, listed) for name, listed in asked.items()}
     problems = list(state.get("problems", [_UNREACHABLE]))
     problems += [f"gets no requests from {name}: {what}" for name, what in seen.items() if what != "up"]
     return {

@@ -14,7 +14,8 @@ from ansible.module_utils.aerie.preflight_certificate import check_certificate
 from ansible.module_utils.aerie.probe import idle, is_healthy
 from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, parse_speculation, parse_unit
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
-from ansible.module_utils.aerie.switch import Journal, endpoint, read_text
+from ansible.module_utils.aerie.replica import is_worker
+from ansible.module_utils.aerie.switch import Journal, endpoint, environment, read_text
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 
 _METRICS_S = 5.0
@@ -31,6 +32,7 @@ def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
         "release": current,
         "running": running_service(unit.name).release,
         "healthy": is_healthy(installed),
+        "worker": is_worker(environment(installed)),
         **_record(releases, current),
         **_deployment(releases, current),
         **_service(unit.name),

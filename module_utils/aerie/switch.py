@@ -257,9 +257,8 @@ class Switch:
         while self._journal.told("proceed") != step:
             self._heed_abort()
             if time.monotonic() > deadline:
-                raise SwitchError(
-                    f"nothing was heard of the replica's other hosts within {state['confirm_s']:g} s, to {step} together"
-                )
+                budget = f"within {state['confirm_s']:g} s"
+                raise SwitchError(f"nothing was heard of the replica's other hosts {budget}, to {step} together")
             time.sleep(_POLL_S)
         del state["waits_to"]
 

@@ -28,7 +28,7 @@ ARCHITECTURES = ("KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM", "De
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
 
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings", "num_attention_heads")
-_OPTIONAL_TEXT_FIELDS = ("kv_lora_rank", "tie_word_embeddings")
+_OPTIONAL_TEXT_FIELDS = ("kv_lora_rank", "n_routed_experts", "tie_word_embeddings")
 # Any one of these holds the vocabulary.
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "vocab.json")
 _SMALL_FILES = {".json", ".py", ".jinja", ".model", ".tiktoken"}

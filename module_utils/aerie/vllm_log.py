@@ -461,6 +461,11 @@ _RULES = (
         "A path that the unit protects or binds does not exist: create it, or correct the unit.",
     ),
     _rule(
+        "replica",
+        r"^\[replica\] starts again: ",
+        "The parts of a replica end and start together: see the journal of the host that it names.",
+    ),
+    _rule(
         "killed",
         r"Failed core proc\(s\): \{(?:\}|[^}]{0,200}: -9\b)|status=9/KILL|died unexpectedly",
         "A process was killed, or ended without a word: look for the OOM killer in the kernel log (`journalctl -k`).",
@@ -496,7 +501,7 @@ _DECISIVE = re.compile(r"killed by the OOM killer|Out of memory: Killed process|
 _STATED = re.compile(
     r"^[\w. -]{1,60}: error: |^Fatal Python error: |error while loading shared libraries|Failed at step \w{1,30}"
     r"|Failed to locate executable|^\s{0,4}what\(\):  |Worker proc .{1,60} died unexpectedly|^Illegal instruction"
-    r"|^Segmentation fault"
+    r"|^Segmentation fault|^\[replica\] starts again: "
 )
 # vLLM goes on when its native library cannot be loaded, and fails at the first use of a kernel.
 _NO_KERNELS = re.compile(r"'_OpNamespace' '\w{1,40}' object has no attribute")

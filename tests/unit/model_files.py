@@ -81,6 +81,7 @@ KIMI_TEXT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 262144,
     "num_attention_heads": 64,
+    "n_routed_experts": 384,
     "kv_lora_rank": 512,
     "rope_theta": 50000.0,
     "rope_scaling": KIMI_ROPE_SCALING,

@@ -61,6 +61,13 @@ def test_a_host_out_of_reach_is_a_row_with_a_problem() -> None:
     assert (row["service"], row["release"], row["length"]) == ("unreachable", "", "-")
 
 
+def test_a_part_that_no_client_asks_needs_no_gateway() -> None:
+    gateways = {"gate": {"servers": []}}
+    head, worker = fleet(["a", "b"], {"a": HEALTHY, "b": {**HEALTHY, "worker": True}}, gateways)
+    assert head["problems"] == ["a: gets no requests from gate: not in its configuration"]
+    assert (worker["problems"], worker["gateway"]) == ([], "none")
+
+
 def test_problems_name_their_host() -> None:
     states = {"a": HEALTHY, "b": {**HEALTHY, "problems": ["x was edited", "y is down"]}}
     assert [row["problems"] for row in fleet(["a", "b"], states, {})] == [[], ["b: x was edited", "b: y is down"]]

@@ -44,7 +44,8 @@ def edit_config(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_kimi_is_described_by_its_text_model(kimi: Path) -> None:
     facts = inspect_target(kimi, STRANGER)
-    sizes = {name: KIMI_TEXT[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size", "kv_lora_rank")}
+    names = ("hidden_size", "num_hidden_layers", "n_routed_experts", "vocab_size", "kv_lora_rank")
+    sizes = {name: KIMI_TEXT[name] for name in names}
     text = facts.pop("text")
     assert isinstance(text, dict)
     assert sizes.items() <= text.items()

@@ -42,6 +42,7 @@ FAILURES = {
     "permission": ("permission", "Permission denied: '/srv/models/Kimi-K2.5/config.json'"),
     "port_in_use": ("port_in_use", "[Errno 98] Address already in use"),
     "ray_worker": ("no_gpu", "No CUDA GPUs are available"),
+    "replica_part": ("replica", "10.77.11.12 is gone"),
     "spec_method": ("speculation_options", "SpeculativeConfig: method: Input should be 'ngram'"),
     "spec_pp": ("unknown", "AttributeError: 'CPUModelRunner' object has no attribute 'drafter'"),
     "spec_tokens": ("speculation_options", "num_speculative_tokens: Input should be greater than 0"),
