@@ -33,6 +33,20 @@ contract() {
   pytest tests/contract
 }
 
+# Side by side: neither takes more than a core.
+checks() {
+  local log
+  log=$(mktemp)
+  lint >"$log" 2>&1 &
+  unit
+  contract
+  local status=0
+  wait $! || status=$?
+  cat "$log"
+  rm -f "$log"
+  return "$status"
+}
+
 scenario() {
   say "Molecule scenario $1"
   python embedded/prepare.py
@@ -58,7 +72,7 @@ scenarios() {
   fi
   embedded/setup.sh cluster
   local name
-  for name in default stages adopted gateway preflight service interrupted rolling; do scenario "$name"; done
+  for name in default stages adopted gateway preflight service interrupted rolling ${LONG_SCENARIOS:-}; do scenario "$name"; done
 }
 
 # Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.
@@ -67,7 +81,7 @@ locks() {
   mkdir -p "${AERIE_STATE:-/var/tmp/aerie}"
   environment=$(mktemp -d -p "${AERIE_STATE:-/var/tmp/aerie}" locks.XXXXXX)
   trap 'rm -rf "$environment"' EXIT
-  for name in vllm-0.33.0-cu130-py312 vllm-0.17.1-cu128-py312; do
+  for name in vllm-0.33.0-cu130-py312-ray vllm-0.17.1-cu128-py312; do
     say "lock $name"
     uv venv -q --clear --python 3.12 --no-python-downloads "$environment/venv"
     uv pip sync --python "$environment/venv" --cache-dir "$environment/cache" --require-hashes "requirements/$name.txt"
@@ -77,8 +91,8 @@ locks() {
 }
 
 case ${1:-} in
-  "") lint; unit; contract; scenarios ;;
-  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1; lint; unit; contract; scenarios; locks ;;
+  "") checks; scenarios ;;
+  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1 LONG_SCENARIOS=multi_host; checks; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac
