@@ -31,11 +31,13 @@ FILE = "vllm/model_executor/models/deepseek_v2.py"
 TAP_IDS = (2, 4, 6)
 DRAFTER = STATE / "models" / "rot" / "drafter"
 # All that Aerie and the service keep, and the contents of what is small. What changes with every switch, and what is
-# named at random, is left out; so are digests kept beside weights, and what is known about environments that are gone.
+# named at random, is left out; so are the package cache, digests kept beside weights, and what is known about
+# environments that are gone.
 SNAPSHOT = """
 cd /
 places="opt/aerie etc/aerie etc/systemd/system tmp dev/shm var/cache/vllm var/lib/vllm"
-left_out="/opt/aerie/ledger.jsonl|/opt/aerie/switch/|/opt/aerie/patched/.*json|/opt/aerie/store/[^/]*/[.]|pycache|systemd-private"
+left_out="/opt/aerie/cache/|/opt/aerie/ledger.jsonl|/opt/aerie/switch/|/opt/aerie/patched/.*json"
+left_out="$left_out|/opt/aerie/store/[^/]*/[.]|pycache|systemd-private"
 find $places -maxdepth 4 -printf '/%p %y %l\\n' | grep -Ev "$left_out" | sort
 find $places -maxdepth 4 -type f -size -100k -exec sha256sum {} + | sed 's,  , /,' | grep -Ev "$left_out" | sort
 systemctl show vllm.service --property=ActiveState,NRestarts,UnitFileState
@@ -49,14 +51,14 @@ class Measured:
 
     drafter: dict[str, tuple[str, int]]
     runs: dict[str, Run] = field(default_factory=dict)
-    before: dict[str, str] = field(default_factory=dict)
-    after: dict[str, str] = field(default_factory=dict)
+    before: dict[str, set[str]] = field(default_factory=dict)
+    after: dict[str, set[str]] = field(default_factory=dict)
     switches: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_entry: int = 0
 
 
-def snapshot(host: str) -> str:
-    return on_host(f"sudo sh -c {shlex.quote(SNAPSHOT)}", host)
+def snapshot(host: str) -> set[str]:
+    return set(on_host(f"sudo sh -c {shlex.quote(SNAPSHOT)}", host).splitlines())
 
 
 def ledger(host: str) -> list[dict[str, Any]]:
@@ -170,7 +172,7 @@ def test_the_probe_recommends_the_right_ids(measured: Measured) -> None:
 
 
 def test_the_probe_puts_everything_back(measured: Measured) -> None:
-    assert measured.after["rot"] == measured.before["rot"]
+    assert measured.after["rot"] ^ measured.before["rot"] == set()
     assert digests(DRAFTER) == measured.drafter
     entries = ledger("rot")
     release = observe(FILE)["environments"][0].split("/")[-2]
@@ -192,7 +194,7 @@ def test_a_dump_of_the_deployed_target_matches_hugging_face(measured: Measured) 
     run = measured.runs["dump"]
     assert (run.status, run.messages) == ("successful", "")
     assert "random: matches: 3 of 3 taps hold the stream that their id names" in run.said
-    assert measured.after["random"] == measured.before["random"]
+    assert measured.after["random"] ^ measured.before["random"] == set()
 
 
 @pytest.mark.usefixtures("measured")
