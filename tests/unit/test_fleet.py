@@ -62,7 +62,7 @@ def test_a_host_out_of_reach_is_a_row_with_a_problem() -> None:
 
 
 def test_a_part_that_no_client_asks_needs_no_gateway() -> None:
-    gateways = {"gate": {"servers": []}}
+    gateways: dict[str, Any] = {"gate": {"servers": []}}
     head, worker = fleet(["a", "b"], {"a": HEALTHY, "b": {**HEALTHY, "worker": True}}, gateways)
     assert head["problems"] == ["a: gets no requests from gate: not in its configuration"]
     assert (worker["problems"], worker["gateway"]) == ([], "none")
