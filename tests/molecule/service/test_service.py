@@ -24,7 +24,6 @@ from fleet import SERVICE, Machine, await_that, machines
 
 ROOT = Path(__file__).parents[3]
 INVENTORY = Path(__file__).parent / "inventory"
-KEY = credentials.load().api_key
 PORT = 8000
 MODEL = "kimi-k2.5-tiny"
 START_S = 240.0
@@ -63,6 +62,11 @@ def ask(machine: Machine, method: str, path: str, key: str | None = None, body: 
         return 0
     finally:
         connection.close()
+
+
+def api_key() -> str:
+    """Return the key of the moment: other tests change it."""
+    return credentials.load().api_key
 
 
 def complete(machine: Machine, key: str, tokens: int = 4) -> int:
@@ -123,7 +127,7 @@ def test_every_route_but_two_needs_a_key(serving: Machine) -> None:
     opened = {(path, method) for path, method in methods if ask(serving, method, path) != 401}
     assert opened == {("/health", "GET"), ("/metrics", "GET")}
     assert complete(serving, "not-a-key-of-anybody") == 401
-    assert complete(serving, KEY) == 200
+    assert complete(serving, api_key()) == 200
 
 
 def test_who_is_no_client_does_not_reach_it(serving: Machine) -> None:
@@ -148,7 +152,7 @@ class Client:
     """Asks for completions one after the other; `key` may be replaced at any time."""
 
     def __init__(self, machine: Machine) -> None:
-        self.key = KEY
+        self.key = api_key()
         self.statuses: list[int] = []
         self._machine = machine
         self._stop = threading.Event()
@@ -190,13 +194,13 @@ def test_keys_change_under_load_without_a_failed_request(serving: Machine, tmp_p
     with Client(serving) as client:
         client.await_answers(3)
         assert complete(serving, new) == 401
-        set_keys(tmp_path, {"demo": KEY, "new": new})
+        set_keys(tmp_path, {"demo": api_key(), "new": new})
         client.key = new
         client.await_answers(3)
-        client.key = KEY
+        client.key = api_key()
         # The last that was asked with the other key is answered.
         client.await_answers(2)
-        set_keys(tmp_path, {"demo": KEY})
+        set_keys(tmp_path, {"demo": api_key()})
         assert complete(serving, new) == 401
         client.await_answers(3)
     assert set(client.statuses) == {200}
@@ -216,11 +220,11 @@ def test_any_process_that_is_killed_ends_with_a_clean_start(serving: Machine, vi
     assert segments(serving) == []
     assert int(show(serving, "NRestarts")) == restarts + 1
     await_that(lambda: ask(serving, "GET", "/health") == 200, "the service is up again", START_S)
-    assert complete(serving, KEY) == 200
+    assert complete(serving, api_key()) == 200
 
 
 def test_an_engine_that_is_stuck_is_found_and_started_again(serving: Machine) -> None:
-    assert complete(serving, KEY) == 200
+    assert complete(serving, api_key()) == 200
     start = show(serving, "InvocationID")
     before = lived(serving.pids(SERVICE))
     os.kill(process(serving, ENGINE), signal.SIGSTOP)
@@ -232,7 +236,7 @@ def test_an_engine_that_is_stuck_is_found_and_started_again(serving: Machine) ->
     assert "vllm.service is ended, to be started again: for " in said
     assert re.search(r"pid \d+ \(VLLM::EngineCore\): state T", said)
     await_that(lambda: ask(serving, "GET", "/health") == 200, "the service is up again", START_S)
-    assert complete(serving, KEY) == 200
+    assert complete(serving, api_key()) == 200
 
 
 def test_an_idle_service_is_left_alone(serving: Machine) -> None:
@@ -246,7 +250,7 @@ def test_an_idle_service_is_left_alone(serving: Machine) -> None:
 def test_a_host_that_reboots_serves_again(serving: Machine) -> None:
     serving.reboot()
     await_that(serving.serves, "the service is up after the reboot", START_S)
-    assert complete(serving, KEY) == 200
+    assert complete(serving, api_key()) == 200
 
 
 # --- What it leaves
@@ -266,7 +270,7 @@ def stopped(machine: Machine) -> Stopped:
     before = lived(machine.pids(SERVICE))
     machine.run("systemctl", "stop", "aerie-watchdog.timer")
     statuses: list[int] = []
-    asking = threading.Thread(target=lambda: statuses.append(complete(machine, KEY, tokens=400)))
+    asking = threading.Thread(target=lambda: statuses.append(complete(machine, api_key(), tokens=400)))
     asking.start()
     await_that(lambda: requests_running(machine) > 0, "the request runs", every=0.01)
     machine.run("systemctl", "stop", SERVICE)
