@@ -92,7 +92,7 @@ locks() {
 
 case ${1:-} in
   "") checks; scenarios ;;
-  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1 LONG_SCENARIOS=multi_host; checks; scenarios; locks ;;
+  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1 MEASURED_TAPS=1 LONG_SCENARIOS=multi_host; checks; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac
