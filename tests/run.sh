@@ -57,6 +57,7 @@ scenario() {
   if ! molecule test --scenario-name "$1" 2>&1 | tee "$log"; then
     # Molecule's last words are those of destroy: say again what failed before.
     say "scenario $1 failed"
+    sed -i 's/\x1b\[[0-9;]*m//g' "$log"
     { grep -E '^[^A-Za-z]*(FAILED|ERROR|fatal:)' "$log" || true; grep -E '^[^A-Za-z]*E   ' "$log" || true; } | cut -c1-300 | tail -n 30
     rm -f "$log"
     return 1

@@ -86,7 +86,6 @@ def play_it(root: Path, index: Index) -> str:
         "ANSIBLE_PIPELINING": "1",
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_HOME": str(root / "ansible"),
-        "NO_COLOR": "1",
     }
     command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", "gpu-01,", str(root / "play.yml")]
     command += ["-e", f"ansible_python_interpreter={sys.executable}", "-e", f"ansible_remote_tmp={root}/tmp"]

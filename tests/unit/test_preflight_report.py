@@ -114,7 +114,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
     (root / "hosts.yml").write_text(yaml.safe_dump({"all": {"hosts": hosts}}))
     program = Path(sys.executable).with_name("ansible-playbook")
     command = [str(program), "-i", str(root / "hosts.yml"), str(root / "play.yml")]
-    environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout, json.loads((root / "results.json").read_text())

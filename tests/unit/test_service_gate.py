@@ -595,7 +595,7 @@ def play(directory: Path, **variables: Any) -> tuple[int, str]:  # noqa: ANN401
     (directory / "variables.json").write_text(values)
     program = str(Path(sys.executable).with_name("ansible-playbook"))
     command = [program, "-vvv", "-i", "host-1,", "-c", "local", str(playbook), "-e", f"@{directory / 'variables.json'}"]
-    environment = {**os.environ, "HOME": str(directory), "ANSIBLE_NOCOLOR": "1", "COLUMNS": "400"}
+    environment = {**os.environ, "HOME": str(directory), "COLUMNS": "400"}
     run = subprocess.run(
         command,
         cwd=ROOT,

@@ -217,7 +217,7 @@ def run(faults: Path) -> Run:
     before = {name: snapshot(name) for name in HOSTS}
     # Molecule's own settings are of no use to a user.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ANSIBLE_", "MOLECULE_"))}
-    environment.update(ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"), ANSIBLE_NOCOLOR="1")
+    environment["ANSIBLE_CONFIG"] = str(ROOT / "ansible.cfg")
     # Connections that earlier runs left open would hide faults of the way there.
     environment["ANSIBLE_SSH_CONTROL_PATH_DIR"] = str(faults.parent / "cp")
     playbook = Path(sys.executable).with_name("ansible-playbook")
