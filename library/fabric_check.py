@@ -9,7 +9,8 @@ module: fabric_check
 short_description: Measure the network between the hosts of a replica
 description:
   - Listens on one address for a while, or measures the way to others that listen; whether they are reached and how
-    fast, whether large packets arrive, whether anything between them changes addresses, and whether the clocks agree.
+    fast, whether large packets arrive, whether anything between them changes addresses, whether the clocks agree, and
+    whether the hosts' names lead to these addresses.
   - Fails with all that keeps the hosts from working together. Changes nothing.
 options:
   state:
@@ -41,6 +42,11 @@ options:
     description: The Gbit/s that must go through. 0 for any.
     type: float
     default: 0
+  hostnames:
+    description: Whether a name that leads to another address fails, or is a warning.
+    type: str
+    choices: [enforce, advisory]
+    default: enforce
 attributes:
   check_mode:
     support: full
@@ -85,7 +91,7 @@ problems:
 import shutil
 from typing import Any
 
-from ansible.module_utils.aerie.fabric import describe, interface_of, listen, measure, mtu_of, problems
+from ansible.module_utils.aerie.fabric import describe, interface_of, listen, measure, misnamed, mtu_of, problems
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
@@ -96,6 +102,7 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "host": {"type": "str", "default": "this host"},
     "peers": {"type": "dict", "default": {}},
     "least_gbit_s": {"type": "float", "default": 0},
+    "hostnames": {"type": "str", "choices": ["enforce", "advisory"], "default": "enforce"},
 }
 
 
@@ -118,6 +125,12 @@ def main() -> None:
     mtu = mtu_of(interface)
     found = [measure(address, peer, port, options["seconds"], mtu) for peer in options["peers"]]
     wrong = list(problems(host, address, options["peers"], found, options["least_gbit_s"]))
+    astray = list(misnamed(host, address, options["peers"], found))
+    if options["hostnames"] == "enforce":
+        wrong += astray
+    else:
+        for name in astray:
+            module.warn(name)
     if wrong:
         module.fail_json(msg=". ".join(wrong), problems=wrong)
     module.exit_json(changed=False, ways=describe(host, options["peers"], found))

@@ -60,6 +60,17 @@ options:
     description: Check all other ids, too, as the proof of a patch set covers them. For O(level=numeric).
     type: bool
     default: false
+  stages:
+    description:
+      - Pipeline stages that the layers are cut into, each a process of its own. For O(level=numeric).
+    type: int
+    default: 1
+  partition:
+    description:
+      - How many layers each stage has, with commas, as C(VLLM_PP_LAYER_PARTITION). Empty takes vLLM's rule. For
+        O(level=numeric).
+    type: str
+    default: ""
   device:
     description:
       - A GPU, by its number or UUID, with 2 GB of free memory. Empty uses none. For O(level=numeric).
@@ -164,6 +175,7 @@ argv:
   returned: for the level numeric
 """
 
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -186,6 +198,8 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "python": {"type": "path"},
     "tap_ids": {"type": "list", "elements": "int", "default": []},
     "every_id": {"type": "bool", "default": False},
+    "stages": {"type": "int", "default": 1},
+    "partition": {"type": "str", "default": ""},
     "device": {"type": "str", "default": ""},
     "threads": {"type": "int", "default": 1},
     "budget_s": {"type": "int", "default": 60},
@@ -230,7 +244,7 @@ def _symbolic(module: AnsibleModule) -> dict[str, Any]:
 
 
 def _numeric(module: AnsibleModule) -> dict[str, Any]:
-    names = ("layers", "tap_ids", "every_id", "device", "threads", "budget_s", "user", "bytecode")
+    names = [field.name for field in fields(Numeric) if field.name != "python"]
     check = Numeric(Path(module.params["python"]), **{name: module.params[name] for name in names})
     if not module.check_mode:
         home = install(Path(module.params["tools"]))

@@ -65,7 +65,7 @@ options:
     type: int
     required: true
   unit:
-    description: The service's unit, whose own use of the port and the GPUs is fine.
+    description: The service's unit, whose own use of the port and the GPUs is fine if it is Aerie's.
     type: str
     default: vllm.service
   user:
@@ -176,7 +176,13 @@ from typing import Any
 
 from ansible.module_utils.aerie import nvidia_smi, preflight_gpu, preflight_host, preflight_ports
 from ansible.module_utils.aerie.findings import Finding, worst_first
-from ansible.module_utils.aerie.preflight import check_build_tools, check_libraries, check_python, look_at_model
+from ansible.module_utils.aerie.preflight import (
+    check_build_tools,
+    check_libraries,
+    check_python,
+    check_unit,
+    look_at_model,
+)
 from ansible.module_utils.aerie.preflight_certificate import check_certificate, check_pair
 from ansible.module_utils.aerie.preflight_findings import problem
 from ansible.module_utils.aerie.preflight_host import Room, ask
@@ -215,6 +221,7 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "tls_certificate": {"type": "str", "default": ""},
     "tls_key": {"type": "str", "default": "", "no_log": True},
 }
+_UNITS = Path("/etc/systemd/system")
 _ANOTHER_RELEASE_MB = 500
 # A release has 57,000 files, which it shares with the cache and with other releases from its lock; the rest are
 # directories.
@@ -308,6 +315,7 @@ def main() -> None:
     if options["python"]:
         findings += check_python(options["python"], options["python_release"])
     findings += check_disks(options)
+    findings += check_unit(root, _UNITS / options["unit"])
     findings += preflight_ports.check_port(options["port"], options["unit"])
     if options["address"]:
         findings += preflight_ports.check_address(options["address"])

@@ -40,12 +40,24 @@ options:
     description: Digests of all that the release was planned from, as M(release_probe) returns them.
     type: dict
     default: {}
+  made:
+    description:
+      - Whether the environment was made just now. Otherwise, where its files are others than those that were noted
+        before, each is compared with what was installed, and one that differs fails. For O(state=complete).
+    type: bool
+    default: false
   keep:
     description:
       - How many releases stay, those that served last first. One that is current, that a process runs or that would be
         rolled back to always stays, and so does one that was staged within a day and not tried yet.
     type: int
     default: 3
+  after:
+    description:
+      - The release that this run has serve. In check mode, what is removed once it does is predicted. For
+        O(state=pruned).
+    type: str
+    default: ''
   caches:
     description: Where releases keep what they compile, each in a directory that its unit names.
     type: path
@@ -110,7 +122,7 @@ from typing import Any
 
 from ansible.module_utils.aerie.program import unused
 from ansible.module_utils.aerie.release import ReleaseError, Releases, release_id
-from ansible.module_utils.aerie.switch import Journal
+from ansible.module_utils.aerie.switch import Journal, read_text
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC = {
@@ -120,7 +132,9 @@ ARGUMENT_SPEC = {
     "files": {"type": "dict", "default": {}},
     "id": {"type": "str"},
     "request": {"type": "dict", "default": {}},
+    "made": {"type": "bool", "default": False},
     "keep": {"type": "int", "default": 3},
+    "after": {"type": "str", "default": ""},
     "caches": {"type": "path", "default": "/var/cache/vllm"},
     "units": {"type": "path", "default": "/etc/systemd/system"},
 }
@@ -137,7 +151,7 @@ def stage(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
         {
             "before_header": str(current / name),
             "after_header": str(releases.path(identity) / name),
-            "before": (current / name).read_text() if (current / name).is_file() else "",
+            "before": read_text(current / name) or "",
             "after": data.decode(),
         }
         for name, data in sorted(changes.items())
@@ -155,17 +169,23 @@ def stage(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
 def complete(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
     identity = module.params["id"]
     # What was planned is no change of the host's: nothing is reported for the note of it.
-    if not module.check_mode:
-        releases.complete(identity, module.params["request"])
+    releases.complete(identity, module.params["request"], module.params["made"], check=module.check_mode)
     return {"id": identity, "path": str(releases.path(identity)), "changed": False}
 
 
 def prune(module: AnsibleModule, releases: Releases) -> dict[str, Any]:
     journal = Journal(releases.root)
     aimed_at = [journal.state[side]["id"] for side in ("from", "to")] if journal.load() else []
-    protected = [*aimed_at, releases.newest_deployment().get("from", "")]
-    caches = Path(module.params["caches"])
-    unwanted = releases.prune(module.params["keep"], protected, check=module.check_mode, caches=caches)
+    current, after = releases.current(), module.params["after"]
+    # One that is about to serve will be gone back from to what serves now.
+    previous = releases.newest_deployment().get("from", "") if after in ("", current) else current
+    unwanted = releases.prune(
+        module.params["keep"],
+        [*aimed_at, previous],
+        check=module.check_mode,
+        caches=Path(module.params["caches"]),
+        after=after,
+    )
     programs = unused(releases.root / "tools", Path(module.params["units"]))
     if not module.check_mode:
         for path in programs:

@@ -150,7 +150,7 @@ aim_changes:
 
 from pathlib import Path
 
-from ansible.module_utils.aerie.probe import Desired, describe, reasons
+from ansible.module_utils.aerie.probe import UNDER_WAY, Desired, describe, reasons
 from ansible.module_utils.aerie.release import Releases
 from ansible.module_utils.aerie.switch import Journal, whose
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
@@ -190,7 +190,8 @@ def look(module: AnsibleModule) -> None:
     problems: list[str] = []
     if aim:
         problems = quick_check(releases, aim, cache, remember)
-        wanted: list[str] = []
+        # What is under way ends before anything else is done there; until then nobody calls this host ready.
+        wanted = [UNDER_WAY] if journal.state else []
     else:
         desired = Desired(
             params["request"], params["settings"], params["reread"], Path(params["target"]), params["timers"]

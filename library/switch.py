@@ -16,7 +16,8 @@ description:
   - With O(state=followed), tells how far it is. With O(state=confirmed), keeps the release. With O(state=aborted), has
     the previous release back.
   - With O(together), the program waits before it stops the service, and before it activates the release, until
-    O(state=proceeded) says that all hosts of the replica are as far.
+    O(state=proceeded) says that all hosts of the replica are as far. They ask each other how they stand, and end alike;
+    a host that was confirmed waits for the others.
   - A service that runs the release with these settings already is left alone.
 options:
   root:
@@ -81,10 +82,12 @@ options:
     default: false
   together:
     description:
-      - Whether this is one of several hosts of a replica, which go from phase to phase together. A host that hears no
-        more of the others within O(confirm_budget_s) has the previous release back. For O(state=started).
-    type: bool
-    default: false
+      - The addresses of the replica's other hosts that are switched at the same time, for O(state=started). A host that
+        hears no more of one of them for O(confirm_budget_s) before it is confirmed has the previous release back.
+      - O(settings) then have C(VLLM_HOST_IP) and C(AERIE_REPLICA_PORT).
+    type: list
+    elements: str
+    default: []
   step:
     description: What all hosts of the replica may begin. For O(state=proceeded).
     type: str
@@ -177,7 +180,9 @@ disk_full:
   type: bool
   returned: when it is full
 switch:
-  description: The deployment, who started it and when, both releases, the gates' results, and why it was undone.
+  description:
+    - The deployment, who started it and when, both releases, the gates' results, and why it was undone.
+    - C(waits_for) are the hosts of the replica that one which was confirmed waits for.
   type: dict
   returned: when there is a switch
 running:
@@ -200,6 +205,7 @@ from typing import Any
 
 from ansible.module_utils.aerie import switch
 from ansible.module_utils.aerie.files import write_atomically
+from ansible.module_utils.aerie.mates import KEEPS, UNITS, MatesError, note, place_of, units
 from ansible.module_utils.aerie.program import install
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
 from ansible.module_utils.basic import AnsibleModule
@@ -219,7 +225,7 @@ ARGUMENT_SPEC = {
     "stuck_after_s": {"type": "float", "default": 900},
     "confirm_budget_s": {"type": "float", "default": 300},
     "mates": {"type": "bool", "default": False},
-    "together": {"type": "bool", "default": False},
+    "together": {"type": "list", "elements": "str", "default": []},
     "step": {"type": "str", "choices": [switch.STOP, switch.ACTIVATE]},
     "live": {"type": "dict", "default": {"mode": "off", "config": {}}},
     "numeric": {"type": "dict", "default": {}},
@@ -279,7 +285,13 @@ def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) ->
     settings_before = {path: switch.read_text(Path(path)) for path in params["settings"]}
     serves = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)
     as_wanted = serves and settings_before == params["settings"] and not params["restart"]
+    together = _together(params["together"], wanted)
+    if together and not module.check_mode:
+        _have_answers(journal, unit, together)
     started: dict[str, Any] = {}
+    if as_wanted and together and not module.check_mode:
+        # The others learn that this one will not go back.
+        note(journal.told_path, params["deployment"], KEEPS)
     if not as_wanted and not module.check_mode:
         request = {
             "deployment": params["deployment"],
@@ -299,7 +311,7 @@ def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) ->
             "stuck_after_s": params["stuck_after_s"],
             "confirm_s": params["confirm_budget_s"],
             "mates": params["mates"],
-            "together": params["together"],
+            "together": together,
             "live": params["live"],
             "numeric": params["numeric"],
         }
@@ -314,6 +326,26 @@ def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) ->
         "changes": releases.differences(previous, identity),
         "diff": {"before": before, "after": before if as_wanted else f"release {identity} runs\n"},
     }
+
+
+def _together(others: list[str], settings: dict[str, str]) -> dict[str, Any]:
+    """Return where this host and the replica's others ask each other; nothing for a host alone."""
+    if not others:
+        return {}
+    here, port = place_of(settings)
+    return {"here": here, "port": port, "others": others}
+
+
+def _have_answers(journal: switch.Journal, unit: Path, together: dict[str, Any]) -> None:
+    """Have systemd answer the replica's other hosts."""
+    socket, _ = UNITS
+    texts = units(journal.told_path, together["here"], together["port"])
+    if any(switch.read_text(unit.with_name(name)) != text for name, text in texts.items()):
+        for name, text in texts.items():
+            write_atomically(unit.with_name(name), text.encode())
+        switch.systemctl("daemon-reload")
+        switch.systemctl("stop", socket, fine=(0, 5))
+    switch.systemctl("enable", "--now", socket)
 
 
 def meet(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
@@ -387,7 +419,8 @@ def proceed(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
         while seen.get("waits_to") == step and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             seen = look(journal, deployment)
-    return follow(module, journal)
+    # The others are told before anybody waits for all.
+    return {"changed": False, **seen}
 
 
 def abort(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
@@ -407,6 +440,8 @@ def _describe(state: dict[str, Any]) -> dict[str, Any]:
     told = {name: state[name] for name in (*_TOLD, *_TIMES) if name in state}
     for side in ("from", "to"):
         told[side] = state[side]["id"]
+    if state["progress"].get("waits_for"):
+        told["waits_for"] = state["progress"]["waits_for"]
     return {"phase": state["phase"], "progress": state["progress"], "switch": told}
 
 
@@ -425,7 +460,7 @@ def main() -> None:
         else:
             act = {"followed": follow, "proceeded": proceed, "confirmed": confirm, "aborted": abort}
             result = act[module.params["state"]](module, journal)
-    except (ReleaseError, switch.SwitchError, OSError) as error:
+    except (ReleaseError, switch.SwitchError, MatesError, OSError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(**result)
 

@@ -8,6 +8,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export MOLECULE_GLOB='tests/molecule/*/molecule.yml'
 
+# What failed is said again at the very end: a scenario's last words are those of the removal of its hosts.
+failures=$(mktemp)
+trap 'cat "$failures"; rm -f "$failures"' EXIT
+
 say() { printf '\n=== %s (%s s)\n' "$*" "$SECONDS"; }
 
 lint() {
@@ -33,19 +37,25 @@ contract() {
   pytest tests/contract
 }
 
-# Side by side: neither takes more than a core.
-checks() {
-  local log
+# Run two functions side by side, each of which takes a core at most; show afterwards what the first one printed.
+beside() {
+  local log first second status=0
   log=$(mktemp)
-  lint >"$log" 2>&1 &
-  unit
-  contract
-  local status=0
-  wait $! || status=$?
+  # A job in the background does not hear Ctrl-C.
+  trap 'trap - TERM; kill 0' INT TERM
+  "$1" >"$log" 2>&1 &
+  first=$!
+  # Here a failure ends the function, which it would not do in a condition.
+  "$2" &
+  second=$!
+  wait "$second" || status=$?
+  wait "$first" || status=$?
   cat "$log"
   rm -f "$log"
   return "$status"
 }
+
+checks() { unit; contract; }
 
 scenario() {
   say "Molecule scenario $1"
@@ -55,10 +65,12 @@ scenario() {
   local log
   log=$(mktemp)
   if ! molecule test --scenario-name "$1" 2>&1 | tee "$log"; then
-    # Molecule's last words are those of destroy: say again what failed before.
     say "scenario $1 failed"
     sed -i 's/\x1b\[[0-9;]*m//g' "$log"
-    { grep -E '^[^A-Za-z]*(FAILED|ERROR|fatal:)' "$log" || true; grep -E '^[^A-Za-z]*E   ' "$log" || true; } | cut -c1-300 | tail -n 30
+    {
+      echo "Scenario $1:"
+      { grep -E '^[^A-Za-z]*(FAILED|ERROR|fatal:)' "$log" || true; grep -E '^[^A-Za-z]*E   ' "$log" || true; } | cut -c1-300 | tail -n 30
+    } >>"$failures"
     rm -f "$log"
     return 1
   fi
@@ -72,12 +84,18 @@ scenarios() {
     return 0
   fi
   embedded/setup.sh cluster
-  local name
-  for name in default stages adopted gateway preflight service interrupted rolling ${LONG_SCENARIOS:-}; do scenario "$name"; done
+  python embedded/prepare.py
+  beside with_stand_ins with_vllm
+  # These count seconds under load, each of them with both cores.
+  each service rolling ${LONG_SCENARIOS:-}
 }
 
+each() { local name; for name; do scenario "$name"; done; }
+with_vllm() { each default stages; }
+with_stand_ins() { each gateway preflight adopted interrupted multi_host_rolling; }
+
 # Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.
-locks() {
+locks() (
   local name
   mkdir -p "${AERIE_STATE:-/var/tmp/aerie}"
   environment=$(mktemp -d -p "${AERIE_STATE:-/var/tmp/aerie}" locks.XXXXXX)
@@ -89,11 +107,11 @@ locks() {
     python tests/locks/check_environment.py "$environment/venv"
   done
   rm -rf "$environment"
-}
+)
 
 case ${1:-} in
-  "") checks; scenarios ;;
-  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1 MEASURED_TAPS=1 LONG_SCENARIOS=multi_host; checks; scenarios; locks ;;
+  "") beside lint checks; scenarios ;;
+  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1 LONG_SCENARIOS=multi_host; beside lint checks; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac

@@ -43,7 +43,7 @@ from ansible.module_utils.aerie.acceptance_verdict import (
     total,
 )
 from ansible.module_utils.aerie.endpoint import opener
-from ansible.module_utils.aerie.readiness import Speculation, parse_speculation
+from ansible.module_utils.aerie.speculation import Speculation, parse_speculation
 
 # Between two readings of the counters, and how long they may take to settle after the last answer; seconds.
 _SETTLE_S = 0.05

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from ansible.module_utils.aerie.readiness import Speculation
+from ansible.module_utils.aerie.speculation import Speculation
 
 PASSED, WARNED, FAILED, NOT_APPLICABLE = "passed", "warned", "failed", "not_applicable"
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from ansible.module_utils.aerie.files import sha256_bytes, sync_directory, write_atomically
 from ansible.module_utils.aerie.patcher import Patcher, Work
-from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, Unit, parse_unit, unit_fault
 from ansible.module_utils.aerie.release import Releases
 from ansible.module_utils.aerie.source import Refusal
+from ansible.module_utils.aerie.unit import UNIT_PROPERTIES, Unit, parse_unit, unit_fault
 from ansible.module_utils.aerie.vllm_log import root_cause
 from ansible.module_utils.aerie.wheel import Package
 

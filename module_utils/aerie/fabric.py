@@ -9,6 +9,7 @@ The judgement (`problems`) is apart from the measurement.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -33,7 +34,8 @@ class Measurement(NamedTuple):
 
     ``reached``: whether it answers. ``seen_as``: the address that the peer sees this host as. ``clock_s``: how much the
     peer's clock is ahead. ``rtt_ms``: the shortest way there and back. ``gbit_s``: with four TCP streams, None if
-    nothing went through. ``mtu`` and ``peer_mtu`` are those of the two interfaces.
+    nothing went through. ``mtu`` and ``peer_mtu`` are those of the two interfaces. ``name`` is what the peer calls
+    itself, and ``leads_to`` the address that this host has for that name; empty if it has none.
     """
 
     peer: str
@@ -44,6 +46,8 @@ class Measurement(NamedTuple):
     gbit_s: float | None = None
     mtu: int = 0
     peer_mtu: int = 0
+    name: str = ""
+    leads_to: str = ""
     error: str = ""
 
 
@@ -70,7 +74,7 @@ def _answer(connection: socket.socket, peer: str, mtu: int, listener: socket.soc
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while question := connection.recv(1):
             if question == b"?":
-                facts = {"clock": time.time(), "seen_as": peer, "mtu": mtu}
+                facts = {"clock": time.time(), "seen_as": peer, "mtu": mtu, "name": socket.gethostname()}
                 connection.sendall(json.dumps(facts).encode() + b"\n")
             elif question == b".":
                 listener.shutdown(socket.SHUT_RDWR)
@@ -90,8 +94,7 @@ def listen(address: str, port: int, seconds: float) -> None:
         earlier.settimeout(_CONNECT_S)
         # Its end: it hangs up after it has stopped listening.
         earlier.recv(1)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
+    listener = socket.create_server((address, port), family=_family(address))
     if os.fork() == 0:
         os.setsid()
         # Whoever started this waits for the ends of its output.
@@ -112,7 +115,10 @@ def measure(address: str, peer: str, port: int, seconds: float, mtu: int) -> Mea
         facts, clock_s, rtt_s = _ask(address, peer, port)
     except (OSError, ValueError) as error:
         return Measurement(peer, False, mtu=mtu, error=str(error))
-    found = Measurement(peer, True, str(facts["seen_as"]), clock_s, rtt_s * 1000, None, mtu, int(facts["mtu"]))
+    name = str(facts["name"])
+    found = Measurement(
+        peer, True, str(facts["seen_as"]), clock_s, rtt_s * 1000, None, mtu, int(facts["mtu"]), name, lead(name, peer)
+    )
     sent: list[float] = []
     threads = [threading.Thread(target=_flood, args=(address, peer, port, seconds, sent)) for _ in range(_STREAMS)]
     for thread in threads:
@@ -156,6 +162,19 @@ def _connect(address: str, peer: str, port: int) -> socket.socket:
 
 
 # --- The host
+
+
+def lead(name: str, like: str) -> str:
+    """Return the first address that this host has for ``name``, of the kind that ``like`` is; empty if it has none."""
+    try:
+        found = socket.getaddrinfo(name, None, _family(like), socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    return str(found[0][4][0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_of(address: str) -> str:
@@ -210,6 +229,23 @@ def problems(
             yield (
                 f"{host} sends {way.gbit_s:.1f} Gbit/s to {peer}, and multi_node_least_bandwidth is {least:g}: see the "
                 "link's speed, or lower it"
+            )
+
+
+def misnamed(host: str, address: str, names: Mapping[str, str], found: Sequence[Measurement]) -> Iterator[str]:
+    """Yield where a name that ``host`` has for itself or for another one leads past the fabric, one sentence each.
+
+    A name that leads nowhere is none of them: whoever uses it fails at once, and does not take another network.
+    """
+    own = socket.gethostname()
+    ways = [(host, address, own, lead(own, address))]
+    ways += [(names.get(way.peer, way.peer), way.peer, way.name, way.leads_to) for way in found]
+    for whose, where, name, to in ways:
+        # Debian gives a host's own name an address of its loopback, which leads nowhere else.
+        if to not in ("", where) and not (whose == host and ipaddress.ip_address(to).is_loopback):
+            yield (
+                f"on {host} the name {name} of {whose} leads to {to} and not to {where}, its address on the fabric: "
+                f"have {where} {name} in /etc/hosts there"
             )
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_UNREACHABLE = "cannot be reached"
-
 
 def fleet(
     hosts: Sequence[str], states: Mapping[str, Mapping[str, Any]], gateways: Mapping[str, Mapping[str, Any]]
@@ -24,7 +22,7 @@ def _row(host: str, state: Mapping[str, Any], gateways: Mapping[str, Mapping[str
     # Of a replica over several hosts, gateways know the one that answers.
     asked = {} if state.get("worker") else gateways
     seen = {name: _at_gateway(host, listed) for name, listed in asked.items()}
-    problems = list(state.get("problems", [_UNREACHABLE]))
+    problems = list(state["problems"] if "problems" in state else [_unknown(state)])
     problems += [f"gets no requests from {name}: {what}" for name, what in seen.items() if what != "up"]
     return {
         "host": host,
@@ -34,7 +32,7 @@ def _row(host: str, state: Mapping[str, Any], gateways: Mapping[str, Mapping[str
         "vllm": state.get("vllm", ""),
         "patched": list(state.get("patched", [])),
         "drafter": state.get("drafter", ""),
-        "service": state.get("service", "unreachable"),
+        "service": state.get("service", "unreachable" if _is_unreachable(state) else "unknown"),
         "restarts": state.get("restarts"),
         "uptime_s": state.get("uptime_s"),
         "uptime": duration(state.get("uptime_s")),
@@ -46,9 +44,21 @@ def _row(host: str, state: Mapping[str, Any], gateways: Mapping[str, Mapping[str
     }
 
 
+def _is_unreachable(result: Mapping[str, Any]) -> bool:
+    return not result or bool(result.get("unreachable"))
+
+
+def _unknown(result: Mapping[str, Any]) -> str:
+    """Say why a module told nothing."""
+    message = f": {result['msg']}" if result.get("msg") else ""
+    return f"{'cannot be reached' if _is_unreachable(result) else 'could not be looked at'}{message}"
+
+
 def _at_gateway(host: str, listed: Mapping[str, Any]) -> str:
     if "servers" not in listed:
-        return "gateway unreachable"
+        return "gateway unreachable" if _is_unreachable(listed) else f"gateway failed: {listed['msg']}"
+    if not listed["running"]:
+        return "HAProxy does not run"
     for server in listed["servers"]:
         if server["name"] == host:
             return str(server["state"]) if server["state"] != "ready" else "up" if server["up"] else "down"

@@ -78,7 +78,8 @@ def _is_marked(code: Code, path: str, name: str) -> bool:
 class Numeric:
     """What to run: the release's interpreter, the model's layers and tap ids (empty: vLLM's), and how.
 
-    ``every_id`` also checks all other ids. ``device`` names a GPU; empty uses none. ``bytecode`` is a directory of
+    ``every_id`` also checks all other ids. ``stages`` are pipeline stages, and ``partition`` is how many layers each
+    has, with commas; empty for vLLM's own rule. ``device`` names a GPU; empty uses none. ``bytecode`` is a directory of
     bytecode that may be read and written, or empty.
     """
 
@@ -86,6 +87,8 @@ class Numeric:
     layers: int = 61
     tap_ids: Sequence[int] = ()
     every_id: bool = False
+    stages: int = 1
+    partition: str = ""
     device: str = ""
     threads: int = 1
     budget_s: int = 60
@@ -109,6 +112,8 @@ class Numeric:
         if self.tap_ids:
             command += ["--ids", ",".join(map(str, self.tap_ids))]
         command += ["--every-id"] if self.every_id else []
+        command += ["--stages", str(self.stages)] if self.stages > 1 else []
+        command += ["--partition", self.partition] if self.partition else []
         command += ["--device", self.device] if self.device else []
         return [*command, "--threads", str(self.threads), "--budget-s", str(self.budget_s)]
 

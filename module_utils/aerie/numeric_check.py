@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the taps of an installed vLLM's own model classes with Hugging Face transformers, tap by tap.
 
-    python -m ansible.module_utils.aerie.numeric_check [--layers 61] [--ids 2,30,58] [--every-id] [--device N] ...
+    python -m ansible.module_utils.aerie.numeric_check [--layers 61] [--ids 2,30,58] [--stages 2] [--device N] ...
 
 A program (the module hidden_state_check starts it), run by a release's own venv/bin/python. A random model of
 DeepSeek-V3's shape, tiny in width but with the real number of layers, is loaded by vLLM (as DeepseekV3ForCausalLM, and
 inside KimiK25ForConditionalGeneration) and by transformers, in float32. Both run one prompt; tap k of vLLM must be the
 stream that enters layer k in transformers. No engine, no checkpoint and no port is needed, and nothing is written but a
 temporary directory.
+
+With --stages N the layers are cut as vLLM cuts them, each stage is a process of its own, and what one hands to the next
+goes through torch.distributed's gloo: taps of earlier stages must arrive at the last one, whole and in order.
 
 It uses the CPU, at the lowest priority and with few threads, and no GPU unless --device names one. A CUDA build cannot
 run its models on the CPU: without a device the verdict is `not_run`.
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TextIO
@@ -56,9 +59,13 @@ DENSE_WIDTH, EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, DENSE_LAYERS = 96, 4, 2, 
 # How much a layer adds to a stream of unit variance.
 LAYER_GAIN = 0.5
 WRAPPER_PREFIX = "language_model."
+# The fault of a release whose model cannot carry taps from stage to stage.
+NO_STAGES = "no pipeline stages"
 MODELS = {"deepseek": "DeepseekV3ForCausalLM", "kimi": "KimiK25ForConditionalGeneration"}
 # What the imports and both models need, with room for the program beside a service that has its memory already.
 MEMORY_MB = 2048
+# What each further stage needs besides what it shares with the first.
+STAGE_MB = 512
 # Where an exception says that the code under test is wrong, and not that it cannot be run here.
 MODEL_FILES = f"{os.sep}vllm{os.sep}model_executor{os.sep}models{os.sep}"
 
@@ -82,7 +89,46 @@ class Run(NamedTuple):
     ids: tuple[int, ...]
 
 
-def quiet_environment(scratch: Path, threads: int, device: str) -> None:
+class Place(NamedTuple):
+    """Which pipeline stage a process is, and of how many. The last one has the reference and compares."""
+
+    stage: int
+    stages: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the tensors of the stage before this one by their names; None in front of the first stage.
+
+        Raises FaultError and NotRunError where that stage did.
+        """
+        if self.stage == 0:
+            return None
+        from torch.distributed import recv_object_list
+
+        received: list[Any] = [None]
+        recv_object_list(received, src=self.stage - 1, group=_stages_group())
+        if isinstance(received[0], dict):
+            return received[0]
+        name, message = received[0]
+        raise FaultError(name, message) if name else NotRunError(message)
+
+    def send(self, what: dict[str, Any] | tuple[str, str]) -> None:
+        """Hand tensors to the next stage, or why there are none: the name of a fault or nothing, and a sentence."""
+        from torch.distributed import send_object_list
+
+        send_object_list([what], dst=self.stage + 1, group=_stages_group())
+
+
+def _stages_group() -> Any:  # noqa: ANN401 - torch.distributed.ProcessGroup
+    from vllm.distributed import get_pp_group
+
+    return get_pp_group().cpu_group
+
+
+def quiet_environment(scratch: Path, threads: int, device: str, partition: str) -> None:
     """Set what vLLM, torch and transformers read when they are imported. No network, no telemetry, no other GPU."""
     caches = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TMPDIR")
     os.environ.update(dict.fromkeys(caches, str(scratch)))
@@ -100,6 +146,8 @@ def quiet_environment(scratch: Path, threads: int, device: str) -> None:
         DO_NOT_TRACK="1",
         TOKENIZERS_PARALLELISM="false",
     )
+    if partition:
+        os.environ["VLLM_PP_LAYER_PARTITION"] = partition
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,7 +363,7 @@ def platform_of(device: str) -> str:
     return "cpu"
 
 
-def engine_config(directory: Path, on_gpu: bool) -> Any:  # noqa: ANN401 - vllm.config.VllmConfig
+def engine_config(directory: Path, on_gpu: bool, stages: int) -> Any:  # noqa: ANN401 - vllm.config.VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     options: dict[str, Any] = {
@@ -337,20 +385,26 @@ def engine_config(directory: Path, on_gpu: bool) -> Any:  # noqa: ANN401 - vllm.
     if on_gpu and "attention_backend" in known:
         # One that takes float32.
         options["attention_backend"] = "TRITON_ATTN"
-    return EngineArgs(**options).create_engine_config()
+    config = EngineArgs(**options).create_engine_config()
+    # Not an option: vLLM would ask for as many GPUs.
+    config.parallel_config.pipeline_parallel_size = stages
+    return config
 
 
-@contextlib.contextmanager
-def one_process(config: Any, scratch: Path) -> Iterator[None]:  # noqa: ANN401
-    """Be the only worker of a pipeline and tensor group of one, without a network."""
+def join(config: Any, scratch: Path, place: Place) -> None:  # noqa: ANN401
+    """Be one stage of the pipeline, and the only member of its tensor group. Without a network, but for gloo's own."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.platforms import current_platform
 
+    if place.stages > 1:
+        # torch.distributed's own: NCCL refuses two stages on one GPU, and vLLM's shared memory for CPUs four taps.
+        plain = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+        type(current_platform).get_device_communicator_cls = classmethod(lambda _: plain)
     backend = "gloo"
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{scratch}/rendezvous", 0, backend)
-        initialize_model_parallel(1, 1)
-    yield
+        init_distributed_environment(place.stages, place.stage, f"file://{scratch}/rendezvous", 0, backend)
+        initialize_model_parallel(1, place.stages)
 
 
 def load(config: Any, weights: Mapping[str, Any], prefix: str, device: str) -> Any:  # noqa: ANN401
@@ -426,10 +480,10 @@ def one_request(block_size: int, device: str) -> Any:  # noqa: ANN401
 
 
 class Model:
-    """vLLM's model with attention that works, ready to be run on the prompt."""
+    """vLLM's model, or one stage of it, with attention that works, ready to be run on the prompt."""
 
-    def __init__(self, config: Any, model: Any, device: str) -> None:  # noqa: ANN401
-        self.config, self.model, self.device = config, model, device
+    def __init__(self, config: Any, model: Any, device: str, place: Place) -> None:  # noqa: ANN401
+        self.config, self.model, self.device, self.place = config, model, device, place
         self.context = attention(config, device)
 
     def declare(self, ids: Sequence[int]) -> None:
@@ -439,24 +493,57 @@ class Model:
         if not supports_eagle3(self.model):
             name = type(self.model).__name__
             raise FaultError("no interface", f"{name} does not declare SupportsEagle3: the runner refuses it")
+        if self.place.stages > 1:
+            self._refuse_without_stages()
         self.model.set_aux_hidden_state_layers(tuple(ids))
 
+    def _refuse_without_stages(self) -> None:
+        """Ask what Model Runner V2 asks. Raises FaultError."""
+        try:
+            from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import verify_supports_aux_hidden_states_over_pp
+        except ImportError as error:
+            raise FaultError(NO_STAGES, "this vLLM has no EAGLE-3 over pipeline stages: use one stage") from error
+        try:
+            verify_supports_aux_hidden_states_over_pp(self.model, "eagle3")
+        except ValueError as error:
+            raise FaultError(NO_STAGES, str(error)) from error
+
     def run(self) -> tuple[Any, list[Any]]:
-        """Return the final hidden state and the taps, each (tokens, hidden) on the CPU."""
+        """Return the final hidden state and the taps, each (tokens, hidden) on the CPU; nothing on earlier stages."""
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.forward_context import set_forward_context
 
         tokens = torch.tensor(PROMPT, device=self.device)
         positions = torch.arange(len(PROMPT), device=self.device)
+        received = self._received()
         with (
             torch.inference_mode(),
             set_current_vllm_config(self.config),
             set_forward_context(vllm_config=self.config, num_tokens=len(PROMPT), **self.context),
         ):
-            output = self.model(tokens, positions)
+            output = self.model(tokens, positions, received)
+        if not self.place.is_last:
+            self.place.send({**self._relayed(received), **{name: one.cpu() for name, one in output.tensors.items()}})
+            return None, []
         final, taps = output if isinstance(output, tuple) else (output, [])
         return final.float().cpu(), [tap.float().cpu() for tap in taps]
+
+    def _received(self) -> Any:  # noqa: ANN401 - vllm.sequence.IntermediateTensors
+        tensors = self.place.receive()
+        if tensors is None:
+            return None
+        from vllm.sequence import IntermediateTensors
+
+        return IntermediateTensors({name: tensor.to(self.device) for name, tensor in tensors.items()})
+
+    def _relayed(self, received: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Return what a stage in the middle passes on, as Model Runner V2 does: the taps of those before it."""
+        if received is None:
+            return {}
+        from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import aux_hidden_state_relay_keys
+
+        return {name: received[name].cpu() for name in aux_hidden_state_relay_keys(self.model)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -556,15 +643,19 @@ def examine(options: argparse.Namespace, scratch: Path, result: dict[str, Any]) 
     text, wrapped = scratch / "text", scratch / "wrapped"
     write_model(text, text_config(options.layers), weights)
     write_model(wrapped, kimi_config(options.layers), {f"{WRAPPER_PREFIX}{name}": weights[name] for name in weights})
-    truth = reference(text, options.layers)
+
+    def models(place: Place) -> Iterator[tuple[str, Model]]:
+        for number, kind in enumerate(options.models.split(",")):
+            config = engine_config(wrapped if kind == "kimi" else text, bool(options.device), place.stages)
+            if number == 0:
+                join(config, scratch, place)
+            prefix = WRAPPER_PREFIX if kind == "kimi" else ""
+            yield MODELS[kind], Model(config, load(config, weights, prefix, device), device, place)
+
     every: list[Held] = []
-    config = engine_config(text, bool(options.device))
-    with one_process(config, scratch):
-        for kind in options.models.split(","):
-            name = MODELS[kind]
-            if kind == "kimi":
-                config = engine_config(wrapped, bool(options.device))
-            model = Model(config, load(config, weights, WRAPPER_PREFIX if kind == "kimi" else "", device), device)
+    with earlier_stages(options.stages, lambda place: be_stage(place, models(place), runs)):
+        truth = reference(text, options.layers)
+        for name, model in models(Place(options.stages - 1, options.stages)):
             for taps, records in check_model(name, model, runs, truth):
                 every += taps
                 result["taps"] += records
@@ -572,21 +663,54 @@ def examine(options: argparse.Namespace, scratch: Path, result: dict[str, Any]) 
                 if fault.name != MATCHES:
                     raise FaultError(fault.name, f"{name}: {fault.name}: {fault.detail}")
     worst = max(record["max_abs_error"] for record in result["taps"])
+    cut = f" in {options.stages} stages" if options.stages > 1 else ""
     result.update(
         verdict="passed",
         fault=MATCHES,
         message=(
             f"{len(every)} taps of {', '.join(MODELS[kind] for kind in options.models.split(','))} in vLLM "
             f"{result['vllm_version']} hold the streams that their ids name, within {worst:.1e} of transformers "
-            f"({options.layers} layers, float32, {result['device']})"
+            f"({options.layers} layers{cut}, float32, {result['device']})"
         ),
     )
 
 
+@contextlib.contextmanager
+def earlier_stages(stages: int, run: Callable[[Place], None]) -> Iterator[None]:
+    """Have a process for each stage but the last, which is this process. None outlives the block."""
+    pids: list[int] = []
+    try:
+        for stage in range(stages - 1):
+            if (pid := os.fork()) == 0:
+                try:
+                    run(Place(stage, stages))
+                finally:
+                    os._exit(0)
+            pids.append(pid)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def be_stage(place: Place, models: Iterator[tuple[str, Model]], runs: Sequence[Run]) -> None:
+    """Do the part of an earlier stage in what ``check_model`` does; what goes wrong is for the last stage to tell."""
+    try:
+        for _, model in models:
+            model.run()
+            for run in runs:
+                model.declare(run.ids)
+                model.run()
+    except Exception as error:
+        traceback.print_exc()
+        place.send(meaning_of(error))
+
+
 def _imports(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    available = available_mb(Path("/proc/meminfo").read_text())
-    if available < MEMORY_MB:
-        raise NotRunError(f"it needs {MEMORY_MB} MB of memory, and {available} MB are available")
+    available, needed = available_mb(Path("/proc/meminfo").read_text()), MEMORY_MB + STAGE_MB * (options.stages - 1)
+    if available < needed:
+        raise NotRunError(f"it needs {needed} MB of memory, and {available} MB are available")
     try:
         import torch
         import transformers
@@ -627,18 +751,26 @@ def _short(ids: Sequence[int]) -> str:
     return f"{ids[0]} to {ids[-1]}" if len(ids) > 6 else ", ".join(map(str, ids))
 
 
-def verdict_of(error: BaseException, result: dict[str, Any]) -> None:
-    """Say what an exception means: a fault of the code under test where that code raised it, else nothing about it."""
+def meaning_of(error: BaseException) -> tuple[str, str]:
+    """Return what an exception means: a fault's name where the code under test raised it, else nothing; and why."""
     if isinstance(error, FaultError):
-        result.update(verdict="failed", fault=error.name, message=str(error))
-        return
+        return error.name, str(error)
+    if isinstance(error, NotRunError):
+        return "", str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, NotRunError) and frames and MODEL_FILES in frames[-1].filename:
+    if frames and MODEL_FILES in frames[-1].filename:
         at = f"{frames[-1].filename.rpartition(MODEL_FILES)[2]}:{frames[-1].lineno}"
-        result.update(verdict="failed", fault="raises", message=f"the model's code raises {_line(error)} ({at})")
-        return
-    reason = str(error) if isinstance(error, NotRunError) else f"it ended early with {_line(error)}"
-    result.update(verdict="not_run", message=f"The numeric check was not run: {reason}.")
+        return "raises", f"the model's code raises {_line(error)} ({at})"
+    return "", f"it ended early with {_line(error)}"
+
+
+def verdict_of(error: BaseException, result: dict[str, Any]) -> None:
+    """Put into ``result`` what an exception means."""
+    fault, why = meaning_of(error)
+    if fault:
+        result.update(verdict="failed", fault=fault, message=why)
+    else:
+        result.update(verdict="not_run", message=f"The numeric check was not run: {why}.")
 
 
 def out_of_time(_signal: int, _frame: FrameType | None) -> None:
@@ -666,6 +798,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ids", type=id_list, help="tap ids (default: vLLM's, such as 2,30,58)")
     parser.add_argument("--every-id", action="store_true", help="also check each id from 0 to the number of layers")
     parser.add_argument("--models", default="deepseek,kimi", help="which of deepseek,kimi (default: both)")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages (default: 1)")
+    parser.add_argument("--partition", default="", help="layers of each stage, with commas (default: vLLM's rule)")
     parser.add_argument("--device", default="", help="a GPU, by its number or UUID (default: none)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the CPU (default: 1)")
     parser.add_argument("--budget-s", type=int, default=0, help="seconds after which it gives up")
@@ -675,6 +809,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(MODELS)}")
     if options.layers < 4:
         parser.error("--layers: at least 4")
+    if not 1 <= options.stages <= options.layers:
+        parser.error("--stages: from 1 to the number of layers")
     return options
 
 
@@ -682,13 +818,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     started = time.monotonic()
     result: dict[str, Any] = {"gate": "numeric", "verdict": "not_run", "fault": "", "message": "", "taps": []}
-    result.update(layers=options.layers, vllm_version="", device="")
+    result.update(layers=options.layers, stages=options.stages, vllm_version="", device="")
     # Releases are read-only once made: no bytecode beside their files, whoever runs this.
     sys.dont_write_bytecode = not sys.pycache_prefix
     with only_our_output() as output, tempfile.TemporaryDirectory(prefix="aerie-numeric-") as scratch:
         with contextlib.suppress(OSError):
             os.nice(19)
-        quiet_environment(Path(scratch), options.threads, options.device)
+        quiet_environment(Path(scratch), options.threads, options.device, options.partition)
         signal.signal(signal.SIGALRM, out_of_time)
         signal.alarm(options.budget_s)
         try:

@@ -18,6 +18,8 @@ from ansible.module_utils.aerie.preflight_findings import problem
 from ansible.module_utils.aerie.target import Reader
 
 _INTERPRETER_SECONDS = 20
+# How every file begins that Aerie writes from a template.
+_OURS = b"# Written by Aerie"
 # Latent attention (MLA) is what a model has whose keys and values are one compressed vector.
 _LATENT = "kv_lora_rank"
 
@@ -64,6 +66,16 @@ def check_build_tools(python: str, dev: Path = Path("/dev")) -> Iterator[Finding
     if headers and not (Path(headers) / "Python.h").exists():
         message = f"Python.h of {python} is missing, which Triton needs when vLLM runs"
         yield problem("headers", message, "install its development package")
+
+
+def check_unit(root: Path, unit: Path) -> Iterator[Finding]:
+    """Yield a problem if a host without a release below ``root`` has a unit that is not Aerie's where its would be."""
+    try:
+        text = unit.read_bytes()
+    except FileNotFoundError:
+        return
+    if not text.startswith(_OURS) and not (root / "current").is_symlink():
+        yield problem("unit", f"{unit} is not Aerie's", "stop and disable it, and move it away")
 
 
 def look_at_model(path: Path, reader: Reader) -> tuple[Model, list[Finding]]:

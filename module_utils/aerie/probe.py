@@ -6,20 +6,18 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ansible.module_utils.aerie.checkpoint import CheckpointError
 from ansible.module_utils.aerie.credentials import faults
-from ansible.module_utils.aerie.endpoint import opener
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
-from ansible.module_utils.aerie.replica import has_joined, is_worker
-from ansible.module_utils.aerie.switch import Journal, endpoint, environment, read_text
+from ansible.module_utils.aerie.serving import is_healthy, service_faults
+from ansible.module_utils.aerie.switch import Journal, environment, read_text
 from ansible.module_utils.aerie.target import inspect_target
 from ansible.module_utils.aerie.verification import quick_check
 
-_HEALTH_S = 3.0
+UNDER_WAY = "a switch is under way"
 
 
 class Desired(NamedTuple):
@@ -39,7 +37,7 @@ class Desired(NamedTuple):
 def reasons(releases: Releases, unit: Path, desired: Desired, cache: Path, remember: bool) -> list[str]:
     """Return why there is something to be done on this host, one phrase each; nothing if all is as desired."""
     if Journal(releases.root).load():
-        return ["a switch is under way"]
+        return [UNDER_WAY]
     current = releases.current()
     if not current:
         return ["no release serves here yet"]
@@ -51,23 +49,8 @@ def reasons(releases: Releases, unit: Path, desired: Desired, cache: Path, remem
         *faults(desired.settings),
         *idle(desired.timers),
         *quick_check(releases, current, cache, remember),
-        *_not_serving(releases, current, unit, desired.settings),
+        *(fault.what for fault in service_faults(releases, current, unit, desired.settings)),
     ]
-
-
-def is_healthy(settings: Mapping[str, str | None], unit: str = "vllm.service") -> bool:
-    """Say whether the service with these settings answers /health, which it does once its engine is up.
-
-    A part of a replica that no client asks is healthy once it has joined.
-    """
-    if is_worker(environment(settings)):
-        return has_joined(unit)
-    try:
-        where = endpoint(settings)
-        with opener(where.certificate).open(f"{where.url}/health", timeout=_HEALTH_S) as response:
-            return bool(response.status == HTTPStatus.OK)
-    except (OSError, ValueError):
-        return False
 
 
 def describe(root: Path, unit: Path, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -76,7 +59,7 @@ def describe(root: Path, unit: Path, settings: Mapping[str, str]) -> dict[str, A
     current = releases.current()
     confirmed = [entry for entry in releases.ledger() if entry.get("action") == "confirm" and entry["to"] == current]
     installed = {path: read_text(Path(path)) for path in settings}
-    certificate = endpoint(installed).certificate
+    certificate = environment(installed).get("AERIE_CERTIFICATE", "")
     return {
         "current": current,
         "running": running_service(unit.name).release,
@@ -118,17 +101,3 @@ def _other_target(releases: Releases, identity: str, target: Path) -> Iterator[s
 
 def _different(files: Mapping[str, str]) -> list[str]:
     return sorted(path for path, text in files.items() if read_text(Path(path)) != text)
-
-
-def _not_serving(releases: Releases, identity: str, unit: Path, settings: Mapping[str, str]) -> Iterator[str]:
-    running = running_service(unit.name)
-    if not running.pid:
-        yield "the service does not run"
-    elif running.release != identity:
-        yield f"the service runs release {running.release or 'of another origin'}"
-    elif not running.has_settings(environment(settings)):
-        yield "the service runs with other settings"
-    elif not is_healthy(dict(settings)):
-        yield "the service does not answer /health"
-    if not releases.is_active(identity, unit):
-        yield f"{unit} is not the release's unit"

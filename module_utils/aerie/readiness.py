@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import re
 import time
 import urllib.error
 import urllib.parse
@@ -26,22 +25,8 @@ from ansible.module_utils.aerie import vllm_log
 from ansible.module_utils.aerie.endpoint import opener, stranger
 from ansible.module_utils.aerie.evidence import bytes_read, stack_lines
 from ansible.module_utils.aerie.replica import JOINED
-
-# What `systemctl show` is asked for.
-UNIT_PROPERTIES = (
-    "LoadState",
-    "ActiveState",
-    "SubState",
-    "MainPID",
-    "NRestarts",
-    "InvocationID",
-    "Result",
-    "ExecMainCode",
-    "ExecMainStatus",
-    "ExecMainStartTimestampMonotonic",
-    "ControlGroup",
-    "StatusText",
-)
+from ansible.module_utils.aerie.speculation import Speculation, parse_speculation
+from ansible.module_utils.aerie.unit import UNIT_PROPERTIES, Unit, parse_unit, unit_fault
 
 # Between two looks at a service that is not ready, at its log, and between two readings of its counters; seconds.
 _POLL_S = 0.5
@@ -63,40 +48,6 @@ _SAMPLE_TOKENS = 32
 
 # State of a listening socket in /proc/net/tcp.
 _TCP_LISTEN = "0A"
-
-# siginfo's codes for a process that a signal ended, as ExecMainCode gives them.
-_CLD_KILLED = 2
-_CLD_DUMPED = 3
-
-# Prometheus text of vLLM 0.10 to 0.33: all are there from the start when speculation is on, none when it is off.
-_SPECULATION_PREFIX = "vllm:spec_decode_num_"
-_SAMPLE = re.compile(
-    r"^vllm:spec_decode_num_(?P<name>drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total"
-    r"(?:\{(?P<labels>.{0,1000})\})? (?P<value>[0-9.eE+]{1,30})$"
-)
-_POSITION = re.compile(r'position="(\d{1,4})"')
-
-
-class Unit(NamedTuple):
-    """State of a systemd unit.
-
-    ``start_id`` is systemd's invocation id, one for each start. ``started_at`` is the start of its main process in
-    seconds of the monotonic clock, None if there was none. ``status`` is what the process told systemd.
-    """
-
-    load: str
-    active: str
-    sub: str
-    main_pid: int
-    restarts: int
-    start_id: str
-    result: str
-    exit_code: int
-    exit_status: int
-    started_at: float | None
-    control_group: str
-    status: str = ""
-
 
 # What a start may take besides reading weights, in seconds: a cold disk under thousands of Python files, kernels that
 # are compiled for the first time, graphs for many batch sizes. Far more than they need, since a start that does nothing
@@ -170,28 +121,6 @@ STUCK = "stuck"
 FAILED = "failed"
 
 
-class Speculation(NamedTuple):
-    """Counters of speculative decoding, summed over engines; ``accepted_per_position`` from draft position 0."""
-
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
-
-    def since(self, earlier: Speculation) -> Speculation:
-        """Return what was counted after ``earlier``."""
-        before = earlier.accepted_per_position
-        return Speculation(
-            self.drafts - earlier.drafts,
-            self.draft_tokens - earlier.draft_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-            tuple(
-                now - (before[position] if position < len(before) else 0)
-                for position, now in enumerate(self.accepted_per_position)
-            ),
-        )
-
-
 class Status(NamedTuple):
     """What one look at a service found.
 
@@ -244,63 +173,6 @@ class _Refused(Exception):
     """An endpoint's answer shows that waiting does not help; the message is for the user."""
 
 
-def parse_unit(text: str) -> Unit:
-    """Read the `KEY=value` lines of `systemctl show`; what is missing or no number counts as empty or 0."""
-    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-
-    def number(key: str) -> int:
-        value = values.get(key, "")
-        return int(value) if re.fullmatch(r"-?\d{1,18}", value, re.ASCII) else 0
-
-    started = number("ExecMainStartTimestampMonotonic")
-    return Unit(
-        load=values.get("LoadState", ""),
-        active=values.get("ActiveState", ""),
-        sub=values.get("SubState", ""),
-        main_pid=number("MainPID"),
-        restarts=number("NRestarts"),
-        start_id=values.get("InvocationID", ""),
-        result=values.get("Result", ""),
-        exit_code=number("ExecMainCode"),
-        exit_status=number("ExecMainStatus"),
-        started_at=started / 1e6 if started else None,
-        control_group=values.get("ControlGroup", ""),
-        status=values.get("StatusText", ""),
-    )
-
-
-def unit_fault(unit: Unit, start_id: str) -> str | None:
-    """Say why ``unit`` cannot become ready in the start that ``start_id`` names ("" for whichever is running).
-
-    None while it is starting or running. The sentence fragment fits after "the unit ".
-    """
-    if unit.load not in ("loaded", "stub", "merged"):
-        return f"cannot be used: systemd reports it as {unit.load or 'unknown'}"
-    if start_id and unit.start_id and unit.start_id != start_id:
-        return f"was started again meanwhile (restarts by systemd: {unit.restarts})"
-    if unit.sub == "auto-restart":
-        return f"{exit_words(unit)} and waits for its restart"
-    if unit.active == "failed":
-        return exit_words(unit)
-    if unit.active == "inactive":
-        if unit.started_at is not None:
-            return exit_words(unit)
-        # systemd forgets a unit that ended well.
-        return "ended by itself with exit status 0" if start_id else "is not running"
-    return None
-
-
-def exit_words(unit: Unit) -> str:
-    """Say how the unit's main process ended, as a sentence fragment."""
-    if unit.result == "oom-kill":
-        return "was killed by the OOM killer"
-    if unit.exit_code in (_CLD_KILLED, _CLD_DUMPED):
-        return f"was ended by signal {unit.exit_status}"
-    if unit.started_at is None:
-        return f"failed before its process ran (result: {unit.result or 'unknown'})"
-    return f"exited with status {unit.exit_status}"
-
-
 def listeners(table: str, port: int) -> set[str]:
     """Return the socket inodes that listen on ``port``, from the text of /proc/net/tcp or tcp6."""
     found = set()
@@ -341,42 +213,6 @@ def _holds(process: Path, inodes: set[str]) -> bool:
 def _in_group(process: Path, control_group: str) -> bool:
     paths = [line.split(":", 2)[2] for line in (process / "cgroup").read_text().splitlines()]
     return any(path == control_group or path.startswith(control_group.rstrip("/") + "/") for path in paths)
-
-
-def parse_speculation(metrics: str) -> Speculation | None:
-    """Read the speculation counters of a /metrics text, or None where it has none."""
-    totals = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0}
-    positions: dict[int, float] = {}
-    found = False
-    for line in metrics.splitlines():
-        if not line.startswith(_SPECULATION_PREFIX):
-            continue
-        match = _SAMPLE.match(line)
-        value = _number(match["value"]) if match else None
-        if match is None or value is None:
-            continue
-        found = True
-        if match["name"] in totals:
-            totals[match["name"]] += value
-        elif position := _POSITION.search(match["labels"] or ""):
-            index = int(position[1])
-            positions[index] = positions.get(index, 0.0) + value
-    if not found:
-        return None
-    return Speculation(
-        int(totals["drafts"]),
-        int(totals["draft_tokens"]),
-        int(totals["accepted_tokens"]),
-        tuple(int(positions.get(index, 0.0)) for index in range(max(positions, default=-1) + 1)),
-    )
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if value < float("inf") else None
 
 
 def phase_words(status: Status) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.files import sha256_bytes, sync_directory, write_atomically
+from ansible.module_utils.aerie.installed import faults, listing, others, stat_digest
 
 ID_LENGTH = 16
 _DOOMED = ".removed-"
@@ -85,18 +86,42 @@ class Releases:
             # systemd reads it as root, and nobody else has to see what it may hold.
             write_atomically(directory / name, data, 0o600 if name == "service.env" else 0o644)
 
-    def complete(self, identity: str, request: Mapping[str, str]) -> bool:
+    def complete(self, identity: str, request: Mapping[str, str], made: bool = False, check: bool = False) -> bool:
         """Note that a release is wholly staged, and for which ``request``: digests of all that it was planned from.
 
-        Return whether there was anything new to note. The request says nothing about the release's content: another one
-        may well lead to the same release.
+        Return whether there was anything new to note; with ``check`` nothing is noted. The request says nothing about
+        the release's content: another one may well lead to the same release. Unless the environment was just ``made``,
+        raises ReleaseError if its files are others than those that were noted before.
         """
-        note = {"request": dict(request), "environment": stat_digest(self.path(identity) / "venv")}
-        if self.completion(identity) == note:
+        venv = self.path(identity) / "venv"
+        noted, environment = self.completion(identity), stat_digest(venv)
+        known = bool(noted) and not made
+        if known and environment != noted["environment"]:
+            self._refuse_faults(identity, noted["others"])
+        note = {
+            "request": dict(request),
+            "environment": environment,
+            "others": noted["others"] if known else others(venv),
+        }
+        if noted == note:
             return False
-        self._note_path(identity).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._note_path(identity), canonical(note))
+        if not check:
+            self._note_path(identity).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._note_path(identity), canonical(note))
         return True
+
+    def _refuse_faults(self, identity: str, noted: Mapping[str, str]) -> None:
+        patches = self.record(identity)["inputs"].get("patches", {})
+        venv = self.path(identity) / "venv"
+        # Files that the patch set writes were looked at just before, and in check mode are not as they will be.
+        written = {package / path for package in venv.glob("lib/python*/site-packages/vllm") for path in patches}
+        found = [fault for fault in faults(venv, patches, noted) if fault.path not in written]
+        if found:
+            raise ReleaseError(
+                f"files of release {identity} are not as they were installed: {listing(found)}. Remove what was added. "
+                "If anything was edited or is missing, roll back to another release if this one serves, remove "
+                f"{self.path(identity)} and deploy again"
+            )
 
     def completion(self, identity: str) -> dict[str, Any]:
         """Return what ``complete`` noted, or nothing for a release that is not wholly staged."""
@@ -104,7 +129,7 @@ class Releases:
             note = json.loads(_read(self._note_path(identity)) or b"{}")
         except ValueError:
             return {}
-        return note if isinstance(note, dict) and note.keys() == {"request", "environment"} else {}
+        return note if isinstance(note, dict) and note.keys() == {"request", "environment", "others"} else {}
 
     def _note_path(self, identity: str) -> Path:
         return self.root / "staged" / f"{identity}.json"
@@ -112,8 +137,10 @@ class Releases:
     def record(self, identity: str) -> dict[str, Any]:
         """Return the release's own record. Raises ReleaseError, naming what there is instead."""
         try:
-            record: dict[str, Any] = json.loads((self.path(identity) / "release.json").read_text())
-        except (OSError, ValueError):
+            record: dict[str, Any] = json.loads((self.path(identity) / "release.json").read_bytes())
+            if not (isinstance(record["inputs"], dict) and isinstance(record["files"], list)):
+                raise TypeError
+        except (OSError, ValueError, TypeError, KeyError):
             known = ", ".join(self.identities()) or "none"
             raise ReleaseError(f"release {identity} is not on this host; these are: {known}") from None
         return record
@@ -184,27 +211,34 @@ class Releases:
         return {}
 
     def prune(
-        self, keep: int, protected: Collection[str], check: bool = False, caches: Path | None = None
+        self,
+        keep: int,
+        protected: Collection[str],
+        check: bool = False,
+        caches: Path | None = None,
+        after: str = "",
     ) -> list[Path]:
         """Remove all but the ``keep`` releases that served last, and what in the store and in ``caches`` was theirs.
 
         A release that is current, that a process runs, or that is one of ``protected`` stays and counts. One that was
         staged lately and did not serve yet stays, too. A cache has the name that its release's unit gives it. Returns
-        what was removed, or with ``check`` what would be.
+        what was removed, or with ``check`` what would be once the release ``after`` serves, which may not be there yet.
         """
-        protected = {self.current(), *protected, *releases_in_use()}
+        protected = {self.current(), after, *protected, *releases_in_use()} - {""}
         # One that was undone did not serve.
         ledger = self.ledger()
         served = [entry["to"] for entry in ledger if entry.get("action") == "confirm"]
+        served += [after] if after else []
         tried = {entry["to"] for entry in ledger if entry.get("action") == "activate"}
         since = time.time() - _STAGED_LATELY_S
         # The last to serve first; those that never served are the first to go, the oldest of them last.
+        there = self.identities()
         order = sorted(
-            self.identities(),
+            {*there, after} - {""},
             key=lambda identity: (
                 identity in protected,
                 len(served) - served[::-1].index(identity) if identity in served else 0,
-                self.path(identity).stat().st_mtime,
+                self.path(identity).stat().st_mtime if identity in there else 0,
             ),
             reverse=True,
         )
@@ -219,7 +253,7 @@ class Releases:
         unwanted = sorted(path for path in (self.root / "staged").glob("*.json") if path.stem not in kept)
         unwanted += [self.path(identity) for identity in order if identity not in kept]
         try:
-            needed = {self.record(identity)["inputs"].get("drafter", "") for identity in kept}
+            needed = {self.record(identity)["inputs"].get("drafter", "") for identity in kept if identity in there}
         except ReleaseError:
             # A release that is being staged, or damaged: what it refers to is not known.
             needed = None
@@ -232,6 +266,10 @@ class Releases:
                 for path in sorted(caches.glob("*") if caches else [])
                 if _CACHE.fullmatch(path.name) and not any(path.name.encode() in unit for unit in units)
             ]
+        kept_paths = [self.path(identity).resolve() for identity in kept]
+        unwanted += sorted(
+            record for record in (self.root / "patched").glob("*.json") if self._is_patched_in_vain(record, kept_paths)
+        )
         if not check:
             for path in unwanted:
                 _remove(path)
@@ -239,6 +277,16 @@ class Releases:
                 # Of a removal that was interrupted.
                 shutil.rmtree(path)
         return unwanted
+
+    def _is_patched_in_vain(self, record: Path, kept: Collection[Path]) -> bool:
+        """Say whether a record of patched files is about a release that is none of ``kept``."""
+        try:
+            package = Path(json.loads(record.read_bytes())["package_dir"])
+        except (OSError, ValueError, KeyError, TypeError):
+            # The patcher says what is wrong with it.
+            return False
+        ours = (self.root / "releases").resolve() in package.parents
+        return ours and not any(release in package.parents for release in kept)
 
     def ledger(self) -> list[dict[str, Any]]:
         """Return the ledger's entries, oldest first. A last line that was torn by a crash is left out."""
@@ -310,36 +358,9 @@ def releases_in_use() -> set[str]:
     return found
 
 
-def stat_digest(directory: Path) -> str:
-    """Return a digest of the paths, sizes and times of all files below ``directory``.
-
-    It costs a fraction of a second where reading every file costs a minute, and shows what was edited, added or removed
-    by anybody who does not set times back. Files that an environment writes to itself as it runs are elsewhere.
-    """
-    entries: list[str] = []
-    pending = [str(directory)]
-    while pending:
-        try:
-            found = list(os.scandir(pending.pop()))
-        except OSError:
-            continue
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                pending.append(entry.path)
-            else:
-                status = entry.stat(follow_symlinks=False)
-                entries.append(f"{entry.path[len(str(directory)) :]}\0{status.st_size}\0{status.st_mtime_ns}")
-    return sha256_bytes("\n".join(sorted(entries)).encode(errors="surrogateescape"))
-
-
 def parse_settings(text: str) -> dict[str, str]:
     """Parse an environment file of systemd as Aerie writes it: one NAME=value a line, nothing quoted."""
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
-
-
-def read_settings(path: Path) -> dict[str, str]:
-    """Parse the environment file at ``path``; nothing is set if it is missing."""
-    return parse_settings(path.read_text() if path.exists() else "")
 
 
 def _text(path: Path) -> str:

@@ -92,6 +92,12 @@ def _sentence(end: End) -> str:
         )
     if end.outcome == "not started":
         return f"{end.host}: was not switched."
+    if switch.get("waits_for"):
+        return (
+            f"{end.host}: was told to keep release {after}, and waits for what another host of the replica "
+            f"({', '.join(switch['waits_for'])}) does, which it will do, too. It gets no requests until a run finds it "
+            "healthy."
+        )
     if end.outcome in ("failed", "none") and switch:
         return (
             f"{end.host}: it is not known how the switch from {before} to {after} ended "

@@ -11,11 +11,13 @@ from typing import Any
 
 from ansible.module_utils.aerie.endpoint import opener
 from ansible.module_utils.aerie.preflight_certificate import check_certificate
-from ansible.module_utils.aerie.probe import idle, is_healthy
-from ansible.module_utils.aerie.readiness import UNIT_PROPERTIES, parse_speculation, parse_unit
+from ansible.module_utils.aerie.probe import idle
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
 from ansible.module_utils.aerie.replica import is_worker
+from ansible.module_utils.aerie.serving import is_healthy, service_faults
+from ansible.module_utils.aerie.speculation import parse_speculation
 from ansible.module_utils.aerie.switch import Journal, endpoint, environment, read_text
+from ansible.module_utils.aerie.unit import UNIT_PROPERTIES, parse_unit
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 
 _METRICS_S = 5.0
@@ -28,7 +30,8 @@ def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
     releases, journal = Releases(root), Journal(root)
     current = releases.current()
     installed = {str(path): read_text(path) for path in settings}
-    found = {
+    faults = [str(fault) for fault in service_faults(releases, current, unit, installed)]
+    found: dict[str, Any] = {
         "release": current,
         "running": running_service(unit.name).release,
         "healthy": is_healthy(installed),
@@ -39,12 +42,20 @@ def status(root: Path, unit: Path, settings: list[Path]) -> dict[str, Any]:
         "acceptance": _acceptance(installed),
         "switch": _under_way(journal),
     }
-    drift = quick_check(releases, current, DIGEST_CACHE, remember=False)
+    if not current:
+        return {**found, "problems": ["no release serves here: run deploy.yml"]}
+    switch = found["switch"]
     watched = [_WATCHDOG] if (unit.parent / _WATCHDOG).exists() else []
-    certificate = endpoint(installed).certificate
+    certificate = environment(installed).get("AERIE_CERTIFICATE", "")
     ends = check_certificate(Path(certificate), datetime.now(timezone.utc)) if certificate else ()
-    drift += [f"{finding.message}: {finding.remedy}" for finding in ends]
-    return {**found, "problems": _problems(found, [*drift, *(f"{fault}: run deploy.yml" for fault in idle(watched))])}
+    problems = [
+        *quick_check(releases, current, DIGEST_CACHE, remember=False),
+        *(f"{finding.message}: {finding.remedy}" for finding in ends),
+        *(f"{fault}: run deploy.yml" for fault in idle(watched)),
+        # Whoever switches stops the service, and starts it again.
+        *([_told(switch)] if switch else faults),
+    ]
+    return {**found, "problems": problems}
 
 
 def _record(releases: Releases, identity: str) -> dict[str, Any]:
@@ -101,17 +112,5 @@ def _under_way(journal: Journal) -> dict[str, str] | None:
     return {**facts, "to": state["to"]["id"]}
 
 
-def _problems(found: dict[str, Any], drift: list[str]) -> list[str]:
-    if not found["release"]:
-        return ["no release serves here: run deploy.yml"]
-    problems = list(drift)
-    if found["switch"]:
-        switch = found["switch"]
-        problems.append(
-            f"a switch to {switch['to']} is under way (deployment {switch['deployment']}: {switch['phase']})"
-        )
-    if found["running"] != found["release"]:
-        problems.append(f"the service runs {found['running'] or 'no release'}, and not the current one: run deploy.yml")
-    elif not found["healthy"]:
-        problems.append("the service does not answer /health: see its journal")
-    return problems
+def _told(switch: dict[str, str]) -> str:
+    return f"a switch to {switch['to']} is under way (deployment {switch['deployment']}: {switch['phase']})"

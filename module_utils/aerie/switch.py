@@ -4,6 +4,9 @@
 Ansible starts it, follows it and confirms it, but is not needed for its end: a release that fails a gate, that nobody
 confirms, or that was being activated when the host or this program went down, makes way for the previous one. All that
 is to be known for that stands in the journal, written before each step. The unit that runs the program is the lock.
+
+The hosts of one replica go together: what one of them decides, keep the release or go back, the others do, too. Before
+its confirmation a host that hears no more goes back by itself; after it, it does nothing more before it knows of all.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of
 from ansible.module_utils.aerie.files import write_atomically
 from ansible.module_utils.aerie.host_key import LIFETIME_S, HostKeyError, host_key
 from ansible.module_utils.aerie.leftovers import Service
+from ansible.module_utils.aerie.mates import BACK, KEEPS, READY, UNDER_WAY, Mates, note
 from ansible.module_utils.aerie.readiness import Budget, Gate
 from ansible.module_utils.aerie.release import ReleaseError, Releases, canonical, parse_settings, running_service
 
@@ -46,6 +50,9 @@ AWAITING = "awaiting confirmation"
 CONFIRMING = "confirming"
 RESTORING = "restoring the previous release"
 
+# What the other hosts of a replica learn of a phase; of all the others, that the switch is under way.
+_STATES = {AWAITING: READY, CONFIRMING: KEEPS, RESTORING: BACK}
+
 # What the hosts of one replica begin together: to stop the service, and to activate the release.
 STOP, ACTIVATE = "stop", "activate"
 
@@ -57,6 +64,8 @@ _POLL_S = 0.2
 _WATCH_S = 2.0
 _CLEAR_S = 30.0
 _ROOM_S = 1.0
+# How old an answer of another host of the replica may be: all the time, and while nothing but it is waited for.
+_HEARD_S, _HEARD_SOON_S = 1.0, 0.5
 # What of a health gate's last look is kept.
 _TOLD = ("model", "url", "phase", "elapsed_s", "speculation", "tap_ids_logged")
 # What systemd says of a unit that runs, or that it tries to run.
@@ -84,6 +93,8 @@ class Journal:
         self.directory = root / "switch"
         self.path = self.directory / "journal.json"
         self.last_path = self.directory / "last.json"
+        # For the other hosts of the replica, by deployment.
+        self.told_path = self.directory / "told"
         self._ballast = self.directory / "ballast"
         self.state: dict[str, Any] = {}
 
@@ -116,6 +127,7 @@ class Journal:
         self.state = {**request, "phase": REQUESTED, "phases": [], "gates": [], "progress": {}, "boot": boot_id()}
         try:
             self._ballast.write_bytes(_BALLAST)
+            self.tell_mates(UNDER_WAY)
             self.save()
         except OSError as error:
             self.give_room()
@@ -130,6 +142,12 @@ class Journal:
         entered = {**self.state, **facts, "phase": phase, "phases": phases, "progress": {}}
         write_atomically(self.path, canonical(entered))
         self.state = entered
+        self.tell_mates(_STATES.get(phase, UNDER_WAY))
+
+    def tell_mates(self, state: str) -> None:
+        """Have the other hosts of the replica know how the switch stands here."""
+        if self.state["together"]:
+            note(self.told_path, self.state["deployment"], state)
 
     def progress(self, facts: Mapping[str, Any]) -> None:
         """Note how far the phase is, for those who follow. The switch does not depend on it."""
@@ -143,6 +161,7 @@ class Journal:
         self.state.update(outcome=outcome, message=message, ended=round(time.time(), 2))
         self.save()
         self.give_room()
+        self.tell_mates(KEEPS if outcome == CONFIRMED else BACK)
         self.path.replace(self.last_path)
 
     def give_room(self) -> None:
@@ -171,6 +190,8 @@ class Switch:
         self._unit = Path(state["unit"])
         self._from: dict[str, Any] = state["from"]
         self._to: dict[str, Any] = state["to"]
+        self._mates = self._ask_mates()
+        self._began = time.monotonic()
 
     def run(self) -> str:
         """Switch, and return the outcome. What fails before the confirmation is undone."""
@@ -185,10 +206,14 @@ class Switch:
             self._await_confirmation()
         except Exception as error:  # Whatever it is: nothing unproved stays.
             return self.restore(_words(error))
-        return self.confirm()
+        return self.keep()
 
-    def confirm(self) -> str:
-        """End a switch that was confirmed. May be repeated after an interruption."""
+    def keep(self) -> str:
+        """End a switch that was confirmed as its replica's other hosts do. May be repeated after an interruption."""
+        try:
+            self._await_mates()
+        except SwitchError as error:
+            return self.restore(str(error))
         state = self._journal.state
         entry = {"action": "confirm", "to": self._to["id"], "gates": state["gates"]}
         timing = {"start_s": state.get("start_s"), "downtime_s": state.get("downtime_s")}
@@ -255,7 +280,7 @@ class Switch:
         self._journal.save()
         deadline = time.monotonic() + state["confirm_s"]
         while self._journal.told("proceed") != step:
-            self._heed_abort()
+            self._heed()
             if time.monotonic() > deadline:
                 budget = f"within {state['confirm_s']:g} s"
                 raise SwitchError(f"nothing was heard of the replica's other hosts {budget}, to {step} together")
@@ -263,10 +288,10 @@ class Switch:
         del state["waits_to"]
 
     def _stop(self) -> None:
-        self._heed_abort()
+        self._heed()
         self._journal.enter(STOPPING, stopped_at=time.monotonic())
         self._stop_service()
-        self._heed_abort()
+        self._heed()
 
     def _stop_service(self) -> None:
         settings = {path: read_text(Path(path)) for path in self._to["settings"]}
@@ -289,7 +314,7 @@ class Switch:
 
     def _activate(self) -> None:
         self._journal.enter(ACTIVATING)
-        self._heed_abort()
+        self._heed()
         state = self._journal.state
         entry = {"action": "activate", "why": state["why"], "from": self._from["id"], "to": self._to["id"]}
         # Before it is done: whatever happens then, the ledger does not say less than what was.
@@ -303,11 +328,11 @@ class Switch:
         systemctl("enable", self._unit.name)
 
     def _start(self) -> None:
-        began = time.monotonic()
+        self._began = time.monotonic()
         self._journal.enter(STARTING)
         self._start_service()
-        gate = self._watch(self._to)
-        seconds = {"start_s": round(time.monotonic() - began, 1)}
+        gate = self._watch(self._to, self._heed)
+        seconds = {"start_s": round(time.monotonic() - self._began, 1)}
         seconds["downtime_s"] = round(time.monotonic() - self._journal.state["stopped_at"], 1)
         self._journal.state.update(seconds)
         self._judge(gate, "enforce")
@@ -337,22 +362,44 @@ class Switch:
             self._judge(live_gate(config, key), live["mode"])
 
     def _await_confirmation(self) -> None:
+        """Return once the control node, or another host of the replica, has the release kept."""
         running = running_service(self._unit.name)
         state = self._journal.state
-        # Whoever confirms waits for all that are switched together.
-        budget = state["confirm_s"] + (2 * state["start_s"] if state["mates"] else 0)
         self._journal.enter(AWAITING)
-        deadline = time.monotonic() + budget
+        # Until all hosts of the replica are ready nobody confirms; the one with vLLM takes longer than the others.
+        limit = deadline = time.monotonic() + state["start_s_budget"] + state["confirm_s"]
+        budget = 0.0
         while Path(f"/proc/{running.pid}").exists():
-            if self._journal.told("confirm") is not None:
+            over = time.monotonic() > deadline
+            others = self._mates.states(0 if over else _HEARD_S).values()
+            if self._journal.told("confirm") is not None or KEEPS in others:
                 break
-            self._heed_abort()
-            if time.monotonic() > deadline:
-                raise SwitchError(f"nobody confirmed the release within {budget:g} s")
+            self._heed()
+            if over:
+                raise SwitchError(f"nobody confirmed the release within {budget or state['start_s_budget']:g} s")
+            if deadline == limit and self._mates.all_are(READY, age_s=_HEARD_S):
+                # Whoever confirms waits for all that are switched together.
+                longer = 2 * (time.monotonic() - self._began) if state["mates"] else 0
+                budget = round(state["confirm_s"] + longer, 1)
+                deadline = time.monotonic() + budget
             time.sleep(_POLL_S)
         else:
+            self._heed()
             raise SwitchError("the service ended while it waited for confirmation")
         self._journal.enter(CONFIRMING)
+
+    def _await_mates(self) -> None:
+        """Return once all hosts of the replica keep the release. Raises SwitchError if one went back.
+
+        However long that takes: one that is not heard of may have gone back. The replica does not serve without it.
+        """
+        self._journal.tell_mates(KEEPS)
+        while not self._mates.all_are(KEEPS, age_s=_HEARD_SOON_S):
+            self._heed_mates_back()
+            self._heed_abort()
+            waits_for = self._mates.others_than(KEEPS)
+            self._journal.progress({"phase": f"waits for {', '.join(waits_for)}", "waits_for": waits_for})
+            time.sleep(_POLL_S)
 
     def _put_back(self) -> None:
         for path, text in self._from["settings"].items():
@@ -372,16 +419,21 @@ class Switch:
         if not self._from["up"]:
             return RESTORED, f"release {self._from['id']} is current and stopped, as before"
         self._start_service()
+        # Its patience with the replica's other hosts begins anew.
+        self._mates = self._ask_mates()
+        several = "," in environment(self._from["settings"]).get("AERIE_REPLICA_HOSTS", "")
         try:
-            gate = self._watch(self._from, heed_abort=False)
+            gate = self._watch(self._from, self._heed_silence if several else lambda: None)
+        except SwitchError as error:
+            return NOT_RESTORED, f"release {self._from['id']} was put back, but: {error}"
         except HostKeyError as error:
             return NOT_RESTORED, f"release {self._from['id']} was started, but nobody could look: {error}"
         if gate["verdict"] != "passed":
             return NOT_RESTORED, f"release {self._from['id']} was put back, but: {gate['message']}"
         return RESTORED, f"release {self._from['id']} serves again"
 
-    def _watch(self, release: Mapping[str, Any], heed_abort: bool = True) -> dict[str, Any]:
-        """Follow a start until it is ready or has failed; return the gate's result."""
+    def _watch(self, release: Mapping[str, Any], heed: Callable[[], None]) -> dict[str, Any]:
+        """Follow a start until it is ready or has failed, or ``heed`` raises; return the gate's result."""
         serves = self._serves(release)
         budget_s = self._journal.state["start_s_budget"]
         where = endpoint(release["settings"])
@@ -414,8 +466,7 @@ class Switch:
                 if fault:
                     return {"gate": "health", "verdict": "failed", "message": fault, **told, "journal_tail": tail}
                 self._journal.progress(facts)
-                if heed_abort:
-                    self._heed_abort()
+                heed()
 
     def _judge(self, result: Mapping[str, Any], mode: str) -> None:
         """Note a gate's result; a failure of one that is not advisory ends the switch."""
@@ -427,6 +478,30 @@ class Switch:
     def _serves(self, release: Mapping[str, Any]) -> dict[str, Any]:
         serves: dict[str, Any] = self._releases.record(release["id"])["inputs"]["serves"]
         return serves
+
+    def _ask_mates(self) -> Mates:
+        state = self._journal.state
+        return Mates(state["deployment"], **(state["together"] or {"here": "", "port": 0, "others": ()}))
+
+    def _heed(self) -> None:
+        """Raise SwitchError where the switch is to be undone: by whose word, or by what other hosts did."""
+        self._heed_abort()
+        self._heed_mates_back()
+        self._heed_silence()
+
+    def _heed_mates_back(self) -> None:
+        states = self._mates.states(_HEARD_S)
+        back = [address for address, state in states.items() if state == BACK]
+        if back:
+            raise SwitchError(f"another host of the replica ({', '.join(back)}) has its previous release back")
+
+    def _heed_silence(self) -> None:
+        seconds = self._journal.state["confirm_s"]
+        self._mates.states(_HEARD_S)
+        silent = self._mates.silent(seconds)
+        if silent:
+            others = ", ".join(silent)
+            raise SwitchError(f"nothing was heard of another host of the replica ({others}) for {seconds:g} s")
 
     def _heed_abort(self) -> None:
         reason = self._journal.told("abort")
@@ -504,7 +579,8 @@ def boot_id() -> str:
 
 def read_text(path: Path) -> str | None:
     try:
-        return path.read_text()
+        # With its line ends as they are.
+        return path.read_bytes().decode(errors="replace")
     except OSError:
         return None
 
@@ -578,7 +654,7 @@ def main(root: Path) -> int:
         outcome = switch.run()
     elif state["phase"] == CONFIRMING:
         _notify_systemd()
-        outcome = switch.confirm()
+        outcome = switch.keep()
     else:
         what = "the host was rebooted" if rebooted else "the switch program was killed"
         outcome = switch.restore(f"{what} while {state['phase']}", ready=_notify_systemd)

@@ -3,25 +3,17 @@
 
 from __future__ import annotations
 
-import base64
-import csv
-import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.digest_cache import cached_sha256
 from ansible.module_utils.aerie.drafter import content_digest
 from ansible.module_utils.aerie.files import sha256_file
-from ansible.module_utils.aerie.release import (
-    ReleaseError,
-    Releases,
-    read_settings,
-    release_id,
-    running_service,
-    stat_digest,
-)
+from ansible.module_utils.aerie.installed import ADDED, faults, listing, others, stat_digest
+from ansible.module_utils.aerie.release import ReleaseError, Releases, release_id
+from ansible.module_utils.aerie.serving import service_faults
+from ansible.module_utils.aerie.switch import read_text
 
 # What a host remembers of large files that did not change; it may be removed at any time.
 DIGEST_CACHE = Path("/var/cache/aerie/digests.json")
@@ -31,15 +23,14 @@ def verify(root: Path, unit: Path, settings: Path) -> tuple[dict[str, Any], list
     """Return the record of the current release below ``root`` and all that differs from it, each with a remedy."""
     releases = Releases(root)
     identity = releases.current()
-    directory = releases.path(identity)
     try:
-        record: dict[str, Any] = json.loads((directory / "release.json").read_text())
-    except (OSError, ValueError):
+        record = releases.record(identity)
+    except ReleaseError:
         return {}, [f"{root}/current names no release: run deploy.yml"]
     problems = [
-        *_check_own_files(releases, record, identity, unit),
-        *_check_service(identity, unit, settings),
-        *_check_environment(directory / "venv", record["inputs"].get("patches", {})),
+        *_check_own_files(releases, record, identity),
+        *map(str, service_faults(releases, identity, unit, {str(settings): read_text(settings)})),
+        *_check_environment(releases, record, identity),
         *_check_drafter(root, record["inputs"].get("drafter", "")),
     ]
     return record, problems
@@ -60,7 +51,7 @@ def quick_check(releases: Releases, identity: str, cache: Path, remember: bool =
     if not completion:
         return [f"release {identity} is not wholly staged"]
     patches = record["inputs"].get("patches", {})
-    problems = list(_check_release_id(releases, record, identity))
+    problems = list(_check_own_files(releases, record, identity))
     for package in (directory / "venv").glob("lib/python*/site-packages/vllm"):
         problems += [
             f"{package / path} is not as its patch set wrote it"
@@ -72,47 +63,47 @@ def quick_check(releases: Releases, identity: str, cache: Path, remember: bool =
     return [*problems, *_check_drafter(releases.root, record["inputs"].get("drafter", ""), cache, remember)]
 
 
-def _check_release_id(releases: Releases, record: Mapping[str, Any], identity: str) -> Iterator[str]:
+def _check_own_files(releases: Releases, record: Mapping[str, Any], identity: str) -> Iterator[str]:
+    """Compare all that is in a release's directory, but for its environment."""
     directory = releases.path(identity)
-    files = {name: (directory / name).read_text() for name in record["files"] if (directory / name).is_file()}
+    present = {name: directory / name for name in record["files"] if (directory / name).is_file()}
+    files = {name: path.read_bytes().decode(errors="replace") for name, path in present.items()}
     if release_id(record["inputs"], files) != identity:
         yield f"a file of {directory} was edited or removed: deploy again from another release, or restore it"
+    expected = {*present.values(), directory / "release.json", directory / "venv"}
+    for path in sorted(_files(directory, expected)):
+        # What an interrupted write left has a name that nothing imports.
+        if not path.name.startswith("."):
+            yield f"{path} was added: remove it"
 
 
-def _check_own_files(releases: Releases, record: Mapping[str, Any], identity: str, unit: Path) -> Iterator[str]:
-    yield from _check_release_id(releases, record, identity)
-    if not releases.is_active(identity, unit):
-        yield f"{unit} is not the unit of release {identity}: run deploy.yml"
+def _files(directory: Path, expected: Collection[Path]) -> Iterator[Path]:
+    """Yield what is below ``directory`` besides directories and what is expected, which is not looked into."""
+    for path in directory.iterdir():
+        if path in expected:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _files(path, expected)
+        else:
+            yield path
 
 
-def _check_service(identity: str, unit: Path, settings: Path) -> Iterator[str]:
-    running = running_service(unit.name)
-    if not running.pid:
-        yield f"{unit.name} does not run: see `systemctl status {unit.name}`, or run deploy.yml"
-    elif running.release != identity:
-        yield f"{unit.name} runs release {running.release or 'of another origin'}, not {identity}: run deploy.yml"
-    elif not running.has_settings(read_settings(settings)):
-        yield f"{unit.name} runs with other settings than {settings} has: run deploy.yml"
-
-
-def _check_environment(environment: Path, patches: Mapping[str, str]) -> Iterator[str]:
-    """Compare every installed file with its distribution's RECORD, and patched ones with what the patch set wrote."""
-    expected: dict[Path, str] = {}
-    for record in environment.glob("lib/python*/site-packages/*.dist-info/RECORD"):
-        site_packages = record.parent.parent
-        for name, digest, _ in csv.reader(record.read_text().splitlines()):
-            if digest.startswith("sha256="):
-                expected[site_packages / name] = _hexadecimal(digest[len("sha256=") :])
-    if not expected:
-        yield f"there is no environment at {environment}: run deploy.yml"
-    for package in environment.glob("lib/python*/site-packages/vllm"):
-        expected.update({package / path: digest for path, digest in patches.items()})
-    # hashlib works beside other threads.
-    with ThreadPoolExecutor() as executor:
-        for path, actual in zip(expected, executor.map(_digest, expected)):
-            if actual != expected[path]:
-                found = "is missing" if actual is None else "was edited"
-                yield f"{path} {found}: deploy again after removing {environment}, or roll back"
+def _check_environment(releases: Releases, record: Mapping[str, Any], identity: str) -> Iterator[str]:
+    """Read every installed file, and see whether a deploy knows the environment as it is."""
+    directory = releases.path(identity)
+    environment, completion = directory / "venv", releases.completion(identity)
+    if not completion:
+        yield f"release {identity} is not wholly staged: run deploy.yml"
+    noted = completion["others"] if completion else others(environment)
+    found = list(faults(environment, record["inputs"].get("patches", {}), noted))
+    added = [fault for fault in found if fault.what == ADDED]
+    if added:
+        yield f"{listing(added)}: remove what was added"
+    damaged = [fault for fault in found if fault.what != ADDED]
+    if damaged:
+        yield f"{listing(damaged)}: roll back to another release, then remove {directory} and deploy again"
+    if completion and not found and stat_digest(environment) != completion["environment"]:
+        yield f"sizes or times of files of {environment} changed, and nothing else: run deploy.yml"
 
 
 def _check_drafter(root: Path, digest: str, cache: Path | None = None, remember: bool = True) -> Iterator[str]:
@@ -122,10 +113,11 @@ def _check_drafter(root: Path, digest: str, cache: Path | None = None, remember:
     if not store.is_dir():
         yield f"the drafter {store} is missing: run deploy.yml"
         return
-    files = [path for path in store.iterdir() if not path.name.startswith(".")]
+    entries = [path for path in store.iterdir() if not path.name.startswith(".")]
+    files = [path for path in entries if path.is_file()]
     digests = cached_sha256(files, cache, remember=remember)
     facts = [{"name": path.name, "sha256": digests[path], "size": path.stat().st_size} for path in files]
-    if content_digest(facts) != digest:
+    if files != entries or content_digest(facts) != digest:
         yield f"a file of the drafter {store} was edited, added or removed: remove the directory and run deploy.yml"
 
 
@@ -134,7 +126,3 @@ def _digest(path: Path) -> str | None:
         return sha256_file(path)
     except OSError:
         return None
-
-
-def _hexadecimal(urlsafe: str) -> str:
-    return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()

@@ -31,12 +31,16 @@ class ActionModule(ActionBase):
         arguments = dict(self._task.args)
         state = arguments.get("state")
         progress = _Progress(str((task_vars or {}).get("inventory_hostname", "")))
+        patience = time.monotonic() + float(arguments.get("patience_s", 300))
         if state == "started":
             arguments.setdefault("who", f"{getpass.getuser()}@{socket.gethostname()}")
         while True:
             outcome = self._call(arguments, task_vars, patient=state != "started")
-            goes_on = outcome.get("outcome") in _GOES_ON
+            goes_on = outcome.get("outcome") in _GOES_ON and state != "proceeded"
             if outcome.get("failed") or self._task.check_mode or not goes_on or "phase" not in outcome:
+                return {**result, **outcome}
+            # It waits for another host of its replica, however long that cannot be reached.
+            if outcome["switch"].get("waits_for") and state == "confirmed" and time.monotonic() > patience:
                 return {**result, **outcome}
             progress.show(outcome)
 

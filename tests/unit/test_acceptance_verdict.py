@@ -25,7 +25,7 @@ from ansible.module_utils.aerie.acceptance_verdict import (
     student_quantile,
     thresholds_for,
 )
-from ansible.module_utils.aerie.readiness import Speculation
+from ansible.module_utils.aerie.speculation import Speculation
 from hypothesis import given
 from hypothesis import strategies as st
 

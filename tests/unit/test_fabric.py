@@ -13,8 +13,10 @@ from ansible.module_utils.aerie.fabric import (
     Measurement,
     describe,
     interface_of,
+    lead,
     listen,
     measure,
+    misnamed,
     mtu_of,
     problems,
     serve,
@@ -23,7 +25,7 @@ from modules import run_module
 
 HERE, THERE = "127.77.1.1", "127.77.1.2"
 NAMES = {HERE: "h1", THERE: "h2"}
-GOOD = Measurement(THERE, True, HERE, 0.01, 0.05, 180.0, 9000, 9000)
+GOOD = Measurement(THERE, True, HERE, 0.01, 0.05, 180.0, 9000, 9000, "gpu-2", THERE)
 
 
 @pytest.fixture
@@ -40,6 +42,8 @@ def test_what_is_measured(port: int) -> None:
     assert abs(found.clock_s) < 0.1
     assert 0 < found.rtt_ms < 100
     assert found.gbit_s and found.gbit_s > 0.1
+    assert found.name == socket.gethostname()
+    assert found.leads_to == lead(found.name, THERE)
 
 
 def test_nobody_there() -> None:
@@ -65,7 +69,7 @@ def test_a_way_that_carries_small_packets_only() -> None:
         def questions(connection: socket.socket) -> None:
             with connection:
                 while connection.recv(1) == b"?":
-                    connection.sendall(b'{"clock": 0, "seen_as": "127.77.1.1", "mtu": 1500}\n')
+                    connection.sendall(b'{"clock": 0, "seen_as": "127.77.1.1", "mtu": 1500, "name": "gpu-2"}\n')
 
         threading.Thread(target=answer, daemon=True).start()
         found = measure(HERE, THERE, listener.getsockname()[1], 0.2, 1500)
@@ -94,6 +98,55 @@ def test_a_good_way_has_no_problems_and_is_described() -> None:
 def test_each_problem_names_both_hosts_and_both_values(change: dict[str, object], words: str) -> None:
     (problem,) = problems("h1", HERE, NAMES, [GOOD._replace(**change)], 10)  # type: ignore[arg-type]
     assert problem.startswith(words)
+
+
+@pytest.fixture
+def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a name of this machine that leads nowhere, so that only the other host's counts."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-1.invalid")
+    return "gpu-1.invalid"
+
+
+@pytest.mark.usefixtures("own_name")
+def test_names_that_lead_to_the_fabric_or_nowhere_are_right() -> None:
+    for leads_to in (THERE, ""):
+        assert list(misnamed("h1", HERE, NAMES, [GOOD._replace(leads_to=leads_to)])) == []
+
+
+@pytest.mark.usefixtures("own_name")
+@pytest.mark.parametrize("leads_to", ["192.0.2.12", "127.0.1.1"])
+def test_another_hosts_name_that_leads_elsewhere(leads_to: str) -> None:
+    (problem,) = misnamed("h1", HERE, NAMES, [GOOD._replace(leads_to=leads_to)])
+    assert problem == (
+        f"on h1 the name gpu-2 of h2 leads to {leads_to} and not to {THERE}, its address on the fabric: have "
+        f"{THERE} gpu-2 in /etc/hosts there"
+    )
+
+
+def test_a_hosts_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A name that is an address leads to it, whatever this machine's files have.
+    for name in (HERE, "198.51.100.1", "127.0.1.1"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert list(misnamed("h1", "198.51.100.1", NAMES, [GOOD])) == []
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")
+    (problem,) = misnamed("h1", "198.51.100.1", NAMES, [GOOD])
+    assert problem.startswith("on h1 the name 192.0.2.1 of h1 leads to 192.0.2.1 and not to 198.51.100.1")
+
+
+@pytest.mark.parametrize("hostnames", ["enforce", "advisory"])
+def test_the_module_fails_or_warns_of_names(
+    hostnames: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener, 5.0, mtu_of("lo")), daemon=True).start()
+        options = {"address": "127.0.0.1", "port": listener.getsockname()[1], "seconds": 0.1, "host": "h1"}
+        options |= {"state": "measured", "peers": {"127.0.0.1": "h2"}, "hostnames": hostnames}
+        result = run_module("fabric_check", options, capsys)
+    assert result["failed"] == (hostnames == "enforce")
+    said = str(result["problems" if hostnames == "enforce" else "warnings"])
+    for whose in ("h1", "h2"):
+        assert f"on h1 the name 192.0.2.1 of {whose} leads to 192.0.2.1 and not to 127.0.0.1" in said
 
 
 def test_the_interface_of_an_address() -> None:

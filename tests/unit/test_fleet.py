@@ -26,8 +26,12 @@ def server(name: str, state: str = "ready", up: bool = True) -> dict[str, Any]:
     return {"name": name, "state": state, "up": up}
 
 
+def gateway(*servers: dict[str, Any]) -> dict[str, Any]:
+    return {"running": True, "servers": list(servers)}
+
+
 def test_a_healthy_host_has_no_problem() -> None:
-    (row,) = fleet(["a"], {"a": HEALTHY}, {"gate": {"servers": [server("a")]}})
+    (row,) = fleet(["a"], {"a": HEALTHY}, {"gate": gateway(server("a"))})
     assert row["problems"] == []
     assert (row["release"], row["uptime"], row["length"], row["gateway"]) == (
         HEALTHY["release"],
@@ -45,24 +49,38 @@ def test_a_fleet_without_a_gateway_has_no_problem_with_it() -> None:
 @pytest.mark.parametrize(
     ("listed", "problem"),
     [
-        ({"servers": [server("a", state="drained")]}, "a: gets no requests from gate: drained"),
-        ({"servers": [server("a", up=False)]}, "a: gets no requests from gate: down"),
-        ({"servers": [server("b")]}, "a: gets no requests from gate: not in its configuration"),
-        ({"unreachable": True}, "a: gets no requests from gate: gateway unreachable"),
+        (gateway(server("a", state="drained")), "a: gets no requests from gate: drained"),
+        (gateway(server("a", up=False)), "a: gets no requests from gate: down"),
+        (gateway(server("b")), "a: gets no requests from gate: not in its configuration"),
+        ({"running": False, "servers": []}, "a: gets no requests from gate: HAProxy does not run"),
+        ({"unreachable": True, "msg": "no route"}, "a: gets no requests from gate: gateway unreachable"),
+        ({"failed": True, "msg": "socket closed"}, "a: gets no requests from gate: gateway failed: socket closed"),
     ],
 )
 def test_what_keeps_requests_away_is_a_problem(listed: dict[str, Any], problem: str) -> None:
     assert fleet(["a"], {"a": HEALTHY}, {"gate": listed})[0]["problems"] == [problem]
 
 
-def test_a_host_out_of_reach_is_a_row_with_a_problem() -> None:
-    (row,) = fleet(["a"], {"a": {"unreachable": True}}, {})
-    assert row["problems"] == ["a: cannot be reached"]
-    assert (row["service"], row["release"], row["length"]) == ("unreachable", "", "-")
+@pytest.mark.parametrize(
+    ("state", "problem", "service"),
+    [
+        ({"unreachable": True, "msg": "no route"}, "a: cannot be reached: no route", "unreachable"),
+        ({}, "a: cannot be reached", "unreachable"),
+        ({"failed": True, "msg": "ledger.jsonl: Permission denied"}, "a: could not be looked at: {msg}", "unknown"),
+        # That a result is no failure of the play does not make it one that tells anything.
+        ({"failed": False, "msg": "no ledger"}, "a: could not be looked at: no ledger", "unknown"),
+    ],
+)
+def test_a_host_that_nothing_is_known_of_is_a_row_with_a_problem(
+    state: dict[str, Any], problem: str, service: str
+) -> None:
+    (row,) = fleet(["a"], {"a": state}, {})
+    assert row["problems"] == [problem.format(**state)]
+    assert (row["service"], row["release"], row["length"]) == (service, "", "-")
 
 
 def test_a_part_that_no_client_asks_needs_no_gateway() -> None:
-    gateways: dict[str, Any] = {"gate": {"servers": []}}
+    gateways: dict[str, Any] = {"gate": gateway()}
     head, worker = fleet(["a", "b"], {"a": HEALTHY, "b": {**HEALTHY, "worker": True}}, gateways)
     assert head["problems"] == ["a: gets no requests from gate: not in its configuration"]
     assert (worker["problems"], worker["gateway"]) == ([], "none")

@@ -16,6 +16,7 @@ from ansible.module_utils.aerie.preflight import (
     check_build_tools,
     check_libraries,
     check_python,
+    check_unit,
     look_at_model,
 )
 from ansible.module_utils.aerie.target import Reader
@@ -72,6 +73,19 @@ def test_a_missing_library_is_named_with_its_package() -> None:
     assert messages(check_libraries(["libc.so.6", "libaerie-absent.so.9"])) == [
         "libaerie-absent.so.9 is missing, which vLLM's build for CPUs needs: install the package that has it (libnuma1)"
     ]
+
+
+def test_a_unit_of_others_is_not_for_aerie_to_replace(tmp_path: Path) -> None:
+    unit = tmp_path / "vllm.service"
+    assert messages(check_unit(tmp_path, unit)) == []
+    unit.write_text("[Service]\nExecStart=/srv/vllm serve\n")
+    assert messages(check_unit(tmp_path, unit)) == [f"{unit} is not Aerie's: stop and disable it, and move it away"]
+    # One that was edited, which the switch puts right.
+    (tmp_path / "current").symlink_to("releases/0")
+    assert messages(check_unit(tmp_path, unit)) == []
+    (tmp_path / "current").unlink()
+    unit.write_text("# Written by Aerie; part of a release.\n[Service]\n")
+    assert messages(check_unit(tmp_path, unit)) == []
 
 
 @pytest.fixture

@@ -57,6 +57,10 @@ class Probed(Host):
         self.serve(identity)
         return identity
 
+    @property
+    def home(self) -> Path:
+        return self.releases.path(self.releases.current())
+
     def probe(self, check_mode: bool = False, **arguments: object) -> dict[str, Any]:
         common = {
             "root": str(self.root),
@@ -130,8 +134,8 @@ def test_a_certificate_that_ends_soon_is_in_the_status(
     arguments = {"root": str(host.root), "unit": str(host.unit), "settings": [str(settings)]}
     problems = run_module("release_status", arguments, capsys)["problems"]
     assert problems[0].startswith(f"the certificate {tmp_path / 'vllm.pem'} ends in 9 days, on ")
-    # It does not speak TLS.
-    assert problems[1:] == ["the service does not answer /health: see its journal"]
+    # What runs does not speak TLS.
+    assert problems[1:] == ["vllm.service runs with other settings: run deploy.yml"]
 
 
 def test_how_long_the_last_start_took(host: Probed) -> None:
@@ -220,6 +224,52 @@ def timer(state: str) -> Callable[[Probed], dict[str, Any]]:
     return change
 
 
+def certificate_with_other_line_ends(host: Probed) -> dict[str, Any]:
+    """The inventory's has line feeds only."""
+    host.keys_file.write_bytes(b"digest\r\n")
+    return {}
+
+
+def binary_file(host: Probed) -> dict[str, Any]:
+    (host.home / "serve.yaml").write_bytes(b"\xff\xfe")
+    return {}
+
+
+def binary_settings(host: Probed) -> dict[str, Any]:
+    """What runs has the settings that the file had."""
+    (host.etc / "vllm.env").write_bytes(b"# \xff\n")
+    return {}
+
+
+def other_line_ends(host: Probed) -> dict[str, Any]:
+    unit = host.home / SERVICE
+    unit.write_bytes(unit.read_bytes().replace(b"\n", b"\r\n"))
+    host.unit.write_bytes(unit.read_bytes())
+    return {}
+
+
+def added_module(host: Probed) -> dict[str, Any]:
+    """On the service's PYTHONPATH, so each of its starts would run it."""
+    (host.home / "lib").mkdir()
+    (host.home / "lib/sitecustomize.py").write_text("")
+    return {}
+
+
+def added_link(host: Probed) -> dict[str, Any]:
+    (host.home / "lib").symlink_to("/srv")
+    return {}
+
+
+def directory_beside_weights(host: Probed) -> dict[str, Any]:
+    (host.drafter / "more").mkdir()
+    return {}
+
+
+def link_to_nothing(host: Probed) -> dict[str, Any]:
+    (host.drafter / "more").symlink_to("nowhere")
+    return {}
+
+
 def a_secret(damage: str) -> Callable[[Probed], dict[str, Any]]:
     """The service runs with settings that name a secret, which somebody damaged."""
 
@@ -251,11 +301,17 @@ CHANGES: dict[str, tuple[Callable[[Probed], dict[str, Any]], str]] = {
     "target": (edited(lambda host: host.target / "tiktoken.model"), "the target at {target} is another one"),
     "target's code": (edited(lambda host: host.target / "processing_kimi.py"), "the target at {target} is another one"),
     "settings file": (settings_written_by_hand, "{etc}/vllm.env has other settings"),
-    "settings since its start": (settings_written_since, "the service runs with other settings"),
+    "settings since its start": (settings_written_since, "vllm.service runs with other settings"),
     "drop-in": (a_drop_in, "{etc}/vllm.service.d/x.conf has other settings"),
     "key": (other_key, "{etc}/api-keys is to be written"),
     "key file": (edited(lambda host: host.keys_file), "{etc}/api-keys is to be written"),
-    "unit": (edited(lambda host: host.unit), "{etc}/vllm.service is not the release's unit"),
+    "line ends": (certificate_with_other_line_ends, "{etc}/api-keys is to be written"),
+    "binary settings": (binary_settings, "{etc}/vllm.env has other settings"),
+    "binary file": (binary_file, "a file of {release} was edited or removed: "),
+    "line ends of a file": (other_line_ends, "a file of {release} was edited or removed: "),
+    "added module": (added_module, "{release}/lib/sitecustomize.py was added: remove it"),
+    "added link": (added_link, "{release}/lib was added: remove it"),
+    "unit": (edited(lambda host: host.unit), "{etc}/vllm.service is not the unit of release {identity}"),
     "other file": (touched, "files of {venv} were edited, added or removed"),
     "removed file": (removed, "files of {venv} were edited, added or removed"),
     "weights": (edited(weights), "a file of the drafter {drafter} was edited, added or removed: "),
@@ -263,8 +319,13 @@ CHANGES: dict[str, tuple[Callable[[Probed], dict[str, Any]], str]] = {
         edited(lambda host: host.drafter / "more.safetensors"),
         "a file of the drafter {drafter} was edited, added or removed: ",
     ),
+    "directory in the drafter": (
+        directory_beside_weights,
+        "a file of the drafter {drafter} was edited, added or removed: ",
+    ),
+    "link in the drafter": (link_to_nothing, "a file of the drafter {drafter} was edited, added or removed: "),
     "no drafter": (no_drafter, "the drafter {drafter} is missing: run deploy.yml"),
-    "stopped": (stopped, "the service does not run"),
+    "stopped": (stopped, "vllm.service does not run"),
     "not whole": (not_noted, "release {identity} is not wholly staged"),
     "under way": (under_way, "a switch is under way"),
     "timer": (timer("ActiveState=inactive\nUnitFileState=enabled\n"), "aerie-watchdog.timer does not run"),
@@ -286,15 +347,15 @@ def test_what_changed_is_the_reason(host: Probed, name: str) -> None:
     host.probe()
     change, text = CHANGES[name]
     arguments = change(host)
-    venv = host.releases.path(identity) / "venv"
-    names = {"target": host.target, "etc": host.etc, "venv": venv, "drafter": host.drafter, "identity": identity}
+    home = host.home
+    names = {"target": host.target, "etc": host.etc, "venv": home / "venv", "release": home, "drafter": host.drafter}
     reasons = host.probe(**arguments)["reasons"]
     if name == "not whole":
         # Nor is known then what it was planned from.
         assert reasons[:3] == [f"{one} changed" for one in sorted(REQUEST)]
         reasons = reasons[3:]
     assert len(reasons) == 1, reasons
-    assert reasons[0].startswith(text.format(**names))
+    assert reasons[0].startswith(text.format(**names, identity=identity))
 
 
 def test_a_patched_file_that_was_edited_is_named(host: Probed) -> None:
@@ -319,7 +380,7 @@ def test_a_service_that_runs_another_release_is_named(host: Probed) -> None:
     host.set_up()
     running = host.releases.current()
     another_runs(host)
-    assert f"the service runs release {running}" in host.probe()["reasons"]
+    assert f"vllm.service runs release {running}" in host.probe()["reasons"]
 
 
 def test_a_service_that_does_not_answer_is_named(host: Probed) -> None:
@@ -328,7 +389,7 @@ def test_a_service_that_does_not_answer_is_named(host: Probed) -> None:
     host.keys_file.write_text("digest\n")
     host.serve(identity)
     found = host.probe()
-    assert (found["reasons"], found["healthy"]) == (["the service does not answer /health"], False)
+    assert (found["reasons"], found["healthy"]) == (["vllm.service does not answer /health"], False)
 
 
 def test_a_target_that_cannot_be_read_is_named(host: Probed) -> None:
@@ -353,6 +414,35 @@ def test_a_switch_that_is_under_way_is_refused_and_said_whose(host: Probed) -> N
     under_way(host)
     assert "is under way on this host: deployment second" in host.probe()["msg"]
     assert host.probe(in_progress="take_over")["reasons"] == ["a switch is under way"]
+
+
+@pytest.mark.parametrize("aim", ["previous", "{identity}"])
+def test_a_host_that_is_switched_is_not_ready_whatever_it_goes_back_to(host: Probed, aim: str) -> None:
+    identity = host.set_up()
+    under_way(host)
+    # Its service may be healthy now, and measured: it gets no requests.
+    found = host.probe(aim=aim.format(identity=identity), in_progress="wait")
+    assert (found["healthy"], found["reasons"]) == (True, ["a switch is under way"])
+
+
+# ---------------------------------------------------------------------------------- what was written with DOS line ends
+
+
+def test_a_certificate_with_the_inventorys_line_ends_is_as_wanted(host: Probed) -> None:
+    host.set_up()
+    text = "-----BEGIN CERTIFICATE-----\r\nMIIB\r\n-----END CERTIFICATE-----\r\n"
+    host.keys_file.write_bytes(text.encode())
+    assert host.probe(reread={str(host.keys_file): text})["reasons"] == []
+
+
+def test_a_certificate_is_told_with_its_line_ends(host: Probed, tmp_path: Path) -> None:
+    host.set_up()
+    text = pair().pem.replace("\n", "\r\n")
+    settings = host.etc / "vllm.env"
+    settings.write_text(f"{settings.read_text()}AERIE_CERTIFICATE={tmp_path / 'vllm.pem'}\n")
+    (tmp_path / "vllm.pem").write_bytes(text.encode())
+    # The gateway's role looks for it in the inventory's, which has the same.
+    assert host.probe()["certificate"] == text
 
 
 # --------------------------------------------------------------------------------------------------------- the way back

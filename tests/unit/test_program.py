@@ -66,6 +66,7 @@ def test_what_is_installed_from_an_archive_runs_without_it(tmp_path: Path) -> No
         "from": {"id": "a"},
         "to": {"id": "b"},
         "phases": [],
+        "together": {},
     }
     journal.write_text(json.dumps(state))
     ended = run(home, tmp_path / "root", tmp_path)

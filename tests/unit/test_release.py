@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils.aerie.installed import stat_digest
 from ansible.module_utils.aerie.release import (
     ReleaseError,
     Releases,
     canonical,
     parse_settings,
-    read_settings,
     release_id,
     running_service,
-    stat_digest,
 )
 from ansible.module_utils.aerie.switch import Journal
 from hypothesis import given
@@ -445,9 +444,9 @@ def staged(host: Host, number: int, drafter: str = "") -> str:
     return identity
 
 
-def prune(host: Host, keep: int, check_mode: bool = False) -> list[str]:
+def prune(host: Host, keep: int, check_mode: bool = False, after: str = "") -> list[str]:
     arguments = {"root": str(host.root), "state": "pruned", "keep": keep, "caches": str(host.root / "caches")}
-    arguments["units"] = str(host.root / "units")
+    arguments.update(units=str(host.root / "units"), after=after)
     before = host.tree()
     result = run_module("release", arguments, host.capsys, check_mode)
     assert result["failed"] is False
@@ -472,6 +471,23 @@ def test_the_releases_that_served_last_stay(host: Host) -> None:
     assert prune(host, 3) == []
 
 
+def test_what_is_known_about_patched_files_goes_with_their_release(host: Host) -> None:
+    kept, doomed = host.activate(staged(host, 2)), staged(host, 1)
+    packages = {
+        "kept": host.releases.path(kept).resolve() / "venv/vllm",
+        "doomed": host.releases.path(doomed).resolve() / "venv/vllm",
+        "gone": host.root.resolve() / "releases" / ("0" * 16) / "venv/vllm",
+        # An environment of others, which may be on a file system that is not mounted now.
+        "adopted": Path("/srv/venv/vllm"),
+    }
+    (host.root / "patched").mkdir()
+    for name, package in packages.items():
+        (host.root / "patched" / f"{name}.json").write_text(json.dumps({"package_dir": str(package)}))
+    (host.root / "patched" / "damaged.json").write_text("{")
+    records = ["patched/doomed.json", "patched/gone.json"]
+    assert prune(host, 1) == [f"staged/{doomed}.json", f"releases/{doomed}", *records]
+
+
 def test_what_removed_releases_compiled_goes_with_them(host: Host) -> None:
     kept = host.activate(staged(host, 1))
     unit = host.releases.path(kept) / "vllm.service"
@@ -479,6 +495,34 @@ def test_what_removed_releases_compiled_goes_with_them(host: Host) -> None:
     for name in ("a" * 16, "b" * 16, "pycache"):
         (host.root / "caches" / name).mkdir(parents=True)
     assert prune(host, 1) == [f"caches/{'b' * 16}"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("new_drafter", [True, False])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_goes_once_another_serves_is_predicted(host: Host, keep: int, new_drafter: bool, is_there: bool) -> None:
+    for number in range(4):
+        host.activate(staged(host, number, drafter=f"drafter{number}"), deployment=str(number))
+    identity = staged(host, 9, drafter="drafter9" if new_drafter else "drafter3")
+    elsewhere = host.root / "elsewhere"
+    parts = [host.root / "staged" / f"{identity}.json", host.releases.path(identity)]
+    # In check mode nothing was staged, unless an earlier run did.
+    if not is_there:
+        elsewhere.mkdir()
+        for path in parts:
+            path.rename(elsewhere / path.name)
+        if new_drafter:
+            (host.root / "store/drafter9").rename(elsewhere / "drafter9")
+    predicted = prune(host, keep, check_mode=True, after=identity)
+    if not is_there:
+        for path in parts:
+            (elsewhere / path.name).rename(path)
+        if new_drafter:
+            (elsewhere / "drafter9").rename(host.root / "store/drafter9")
+    host.activate(identity, deployment="last")
+    assert prune(host, keep, after=identity) == predicted
+    # What served before always stays.
+    assert len(host.releases.identities()) == max(keep, 2)
 
 
 def test_at_least_one_release_stays(host: Host) -> None:
@@ -547,7 +591,7 @@ def test_what_is_needed_stays_however_little_is_to_be_kept(host: Host) -> None:
         host.activate(identity, deployment=identity)
     journal = Journal(host.root)
     journal.directory.mkdir()
-    journal.open({"from": {"id": aimed[0]}, "to": {"id": aimed[1]}})
+    journal.open({"from": {"id": aimed[0]}, "to": {"id": aimed[1]}, "together": {}})
     python = f"{host.releases.path(used)}/venv/bin/python"
     with process([python, "-c", WAIT]):
         removed = prune(host, 1)
@@ -601,13 +645,10 @@ def test_a_removal_that_is_interrupted_is_finished_by_the_next(host: Host, step:
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def test_settings_are_read_as_systemd_reads_them(tmp_path: Path) -> None:
+def test_settings_are_read_as_systemd_reads_them() -> None:
     text = "# NAME=comment\n\nA=1\nB=x=y # not a comment\nC=\nno assignment\n"
     wanted = {"A": "1", "B": "x=y # not a comment", "C": ""}
     assert parse_settings(text) == wanted
-    (tmp_path / "env").write_text(text)
-    assert read_settings(tmp_path / "env") == wanted
-    assert read_settings(tmp_path / "absent") == {}
 
 
 # ---------------------------------------------------------------------------------------------------- running processes

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie.probe import is_healthy
 from ansible.module_utils.aerie.readiness import Gate, Status
 from ansible.module_utils.aerie.replica import has_joined, is_worker
+from ansible.module_utils.aerie.serving import is_healthy
 
 HEAD = {"AERIE_REPLICA_HOSTS": "10.0.0.1,10.0.0.2", "VLLM_HOST_IP": "10.0.0.1"}
 WORKER = {**HEAD, "VLLM_HOST_IP": "10.0.0.2"}

@@ -189,6 +189,16 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
         "h1: it is not known how the switch from aaaa to bbbb ended (no space left). It goes back by itself unless it "
         "was confirmed. It gets no requests until a run finds it healthy.",
     ),
+    "waits for another host of its replica": (
+        {
+            "release_started": STARTED,
+            "release_followed": READY,
+            "release_confirmed": {"outcome": "under way", "switch": {**SWITCH, "waits_for": ["10.0.0.2"]}},
+        },
+        "under way",
+        "h1: was told to keep release bbbb, and waits for what another host of the replica (10.0.0.2) does, which it "
+        "will do, too. It gets no requests until a run finds it healthy.",
+    ),
     "still ready": (
         {"release_started": STARTED, "release_followed": READY, "release_confirmed": SKIPPED},
         "ready",

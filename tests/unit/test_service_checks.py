@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the role refuses before it touches a host, as a playbook on this machine shows it."""
+"""What roles refuse before they touch a host, as a playbook on this machine shows it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,71 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 
+ROLLOUT: dict[str, tuple[dict[str, Any], str]] = {
+    "defaults": ({}, ""),
+    "of the command line": ({"release_keep": "2", "release_confirm_budget": "60", "release_batch": "2"}, ""),
+    "a share": ({"release_batch": "100%"}, ""),
+    "no release": ({"release_keep": 0}, "release_keep is 0: it must be a number from 1 on."),
+    "no number": ({"release_keep": "three"}, "release_keep is three: it must be a number from 1 on."),
+    "no budget": ({"release_confirm_budget": 0}, "release_confirm_budget is 0: it must be a number from 1 on."),
+    "less than none": ({"release_confirm_budget": -1}, "release_confirm_budget is -1: it must be"),
+    "a budget in words": ({"release_confirm_budget": "5m"}, "release_confirm_budget is 5m: it must be"),
+    "a part of a second": ({"release_confirm_budget": 0.5}, "release_confirm_budget is 0.5: it must be"),
+    "a batch in words": ({"release_batch": "half"}, "aerie_batch is half: it must be a number of replicas, or a share"),
+    "no batch": ({"release_batch": 0}, "aerie_batch is 0: it must be a number of replicas, or a share"),
+    "more than all": ({"release_batch": "101%"}, "aerie_batch is 101%: it must be a number of replicas, or a share"),
+}
+
+GATES: dict[str, tuple[dict[str, Any], str]] = {
+    "defaults": ({}, ""),
+    "a mode that there is not": ({"hidden_states_live": "on"}, "hidden_states_live is on: it must be enforce,"),
+    "thresholds": ({"hidden_states_thresholds": {"fail_length": 1.2, "warn_length": 2}}, ""),
+    "a baseline": (
+        {"hidden_states_baseline": {"speculative_tokens": 3, "acceptance_length": 2.94, "per_position": [0.8, 0.6]}},
+        "",
+    ),
+    "a part of a baseline": ({"hidden_states_baseline": {"acceptance_length": 2.94}}, ""),
+    "prompts": ({"hidden_states_prompts": ["a", "b"]}, ""),
+    "a threshold that there is not": (
+        {"hidden_states_thresholds": {"fail_lenght": 1.2}},
+        "thresholds has fail_lenght: 1.2; there are the numbers fail_length,",
+    ),
+    "a threshold that is no number": (
+        {"hidden_states_thresholds": {"fail_length": "1,2"}},
+        "thresholds has fail_length: '1,2'; there are the numbers",
+    ),
+    "thresholds that are a number": ({"hidden_states_thresholds": 1.2}, "hidden_states_thresholds is wrong: "),
+    "a length with a comma": (
+        {"hidden_states_baseline": {"speculative_tokens": 3, "acceptance_length": "2,94"}},
+        "baseline has what is no number: could not convert string to float: '2,94'",
+    ),
+    "a length with a comma, of any depth": (
+        {"hidden_states_baseline": {"acceptance_length": "2,94"}},
+        "baseline has what is no number: could not convert string to float: '2,94'",
+    ),
+    "positions that are a number": (
+        {"hidden_states_baseline": {"speculative_tokens": 3, "acceptance_length": 2.94, "per_position": 0.8}},
+        "baseline has what is no number: ",
+    ),
+    "a depth in words": (
+        {"hidden_states_baseline": {"speculative_tokens": "three", "acceptance_length": 2.94}},
+        "speculative_tokens is 'three': it must be a number from 0 on",
+    ),
+    "a baseline that is a number": ({"hidden_states_baseline": 2.94}, "baseline is 2.94, and no result of the gate"),
+    "prompts that are one": ({"hidden_states_prompts": "a"}, "prompts must be a list of texts"),
+}
+
+# The cases of each role, and what is fine for it.
+ROLES: dict[str, tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]] = {
+    "vllm_service": (GOOD, CASES),
+    "release": ({"release_batch": "25%"}, ROLLOUT),
+    "hidden_states": ({}, GATES),
+}
+# Of a loop, those of its rounds.
+MESSAGES = """{{ [ansible_failed_result] | union(ansible_failed_result.results | default([]))
+                 | selectattr('msg', 'defined') | map(attribute='msg') }}"""
+EVERY_CASE = [(role, name) for role, (_, cases) in ROLES.items() for name in cases]
+
 
 @functools.cache
 def refusals() -> dict[str, str]:
@@ -90,17 +155,15 @@ def refusals() -> dict[str, str]:
         {
             "block": [
                 {
-                    "ansible.builtin.include_role": {"name": "vllm_service", "tasks_from": "check"},
-                    "vars": {**GOOD, **variables},
+                    "ansible.builtin.include_role": {"name": role, "tasks_from": "check"},
+                    "vars": {**ROLES[role][0], **ROLES[role][1][name][0]},
                 },
                 {"ansible.builtin.set_fact": {"said": "{{ said | combine({name: ''}) }}"}},
             ],
-            "rescue": [
-                {"ansible.builtin.set_fact": {"said": "{{ said | combine({name: ansible_failed_result.msg}) }}"}}
-            ],
-            "vars": {"name": name},
+            "rescue": [{"ansible.builtin.set_fact": {"said": "{{ said | combine({name: messages | join(' ')}) }}"}}],
+            "vars": {"name": f"{role}: {name}", "messages": MESSAGES},
         }
-        for name, (variables, _) in CASES.items()
+        for role, name in EVERY_CASE
     ]
     with TemporaryDirectory() as directory:
         result = Path(directory) / "said.json"
@@ -121,9 +184,9 @@ def refusals() -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_cannot_work_or_opens_the_service_is_refused(name: str) -> None:
-    expected = CASES[name][1]
-    said = refusals()[name]
+@pytest.mark.parametrize(("role", "name"), EVERY_CASE)
+def test_what_cannot_work_or_opens_the_service_is_refused(role: str, name: str) -> None:
+    expected = ROLES[role][1][name][1]
+    said = refusals()[f"{role}: {name}"]
     assert expected in said
     assert bool(said) == bool(expected), said

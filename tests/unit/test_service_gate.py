@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import readiness
+from ansible.module_utils.aerie import readiness, speculation, unit
 from ansible.module_utils.aerie.vllm_log import Progress
 from ansible.module_utils.testing import patch_module_args
 from certificates_made import pair, wrap
@@ -409,9 +409,9 @@ def test_options_out_of_range(systemd: Systemd, options: dict[str, Any], said: s
 
 @given(st.text())
 def test_any_unit_text_is_read(text: str) -> None:
-    unit = readiness.parse_unit(text)
-    assert unit.restarts >= 0 or "NRestarts=-" in text
-    readiness.unit_fault(unit, "")
+    read = unit.parse_unit(text)
+    assert read.restarts >= 0 or "NRestarts=-" in text
+    unit.unit_fault(read, "")
 
 
 @given(
@@ -420,7 +420,7 @@ def test_any_unit_text_is_read(text: str) -> None:
     )
 )
 def test_any_metrics_text_is_read(pieces: list[str]) -> None:
-    counters = readiness.parse_speculation("".join(pieces))
+    counters = speculation.parse_speculation("".join(pieces))
     assert counters is None or counters.drafts >= 0
 
 
@@ -436,7 +436,7 @@ def test_counters_of_several_engines_are_summed() -> None:
             ("accepted_tokens_per_pos", ',position="2"', "3.0"),
         )
     )
-    assert readiness.parse_speculation(text) == (20, 60, 24, (18, 0, 6))
+    assert speculation.parse_speculation(text) == (20, 60, 24, (18, 0, 6))
 
 
 def loading(done: int, seconds: float) -> Progress:

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import http.client
 import importlib
+import importlib.util
+import io
 import json
 import os
 import signal
@@ -22,7 +24,7 @@ from typing import Any
 import pytest
 from ansible.module_utils.aerie import vllm_log
 from ansible.module_utils.aerie.acceptance import live_gate
-from ansible.module_utils.aerie.readiness import parse_speculation
+from ansible.module_utils.aerie.speculation import parse_speculation
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "stand_in"
@@ -340,3 +342,65 @@ def test_the_same_files_give_the_same_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "wheel") as wheel:
         assert wheel.read("vllm/a.py") == b"a = 1\n"
         assert wheel.read("vllm_stand_in.py") == (STAND_IN / "vllm_stand_in.py").read_bytes()
+
+
+def test_the_wheel_of_ray_has_the_program_that_runs_it() -> None:
+    with zipfile.ZipFile(io.BytesIO(stand_in_wheel.ray_wheel_bytes())) as wheel:
+        assert wheel.read("ray_stand_in.py") == (STAND_IN / "ray_stand_in.py").read_bytes()
+        assert b"ray = ray_stand_in:main" in wheel.read(f"ray-{stand_in_wheel.RAY_VERSION}.dist-info/entry_points.txt")
+
+
+# --- Ray
+
+
+def aerie_node() -> Any:  # noqa: ANN401
+    """Return the program that runs Ray, as a module."""
+    spec = importlib.util.spec_from_file_location("aerie_node", ROOT / "roles/multi_node/files/aerie_node.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Start the stand-in for Ray on an address, as the program of a replica's host starts Ray."""
+    program = aerie_node()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(address: str) -> subprocess.Popen[bytes]:
+        node = program.Node(tmp_path, ("127.79.0.1", "127.79.0.2"), address, 31200, 1, 100, 60.0)
+        command = [sys.executable, str(STAND_IN / "ray_stand_in.py"), *program.ray_command(node)[1:]]
+        started.append(subprocess.Popen(command, env={"STAND_IN_FAULTS": str(tmp_path / "faults.json")}))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def listens(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+        return True
+    return False
+
+
+def test_ray_listens_on_the_head_and_on_others_once_the_head_does(
+    ray: Callable[[str], subprocess.Popen[bytes]],
+) -> None:
+    other = ray("127.79.0.2")
+    ray("127.79.0.1")
+    deadline = time.monotonic() + _PATIENCE_S
+    places = [("127.79.0.1", 31200), ("127.79.0.1", 31202), ("127.79.0.2", 31202)]
+    while not all(listens(*place) for place in places):
+        assert time.monotonic() < deadline
+    assert not listens("127.79.0.2", 31200)
+    other.terminate()
+    assert other.wait(_PATIENCE_S) == -signal.SIGTERM
+
+
+def test_ray_dies_where_it_was_told_to(ray: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    (tmp_path / "faults.json").write_text('{"ray": "dies"}')
+    assert ray("127.79.0.1").wait(_PATIENCE_S) == 1

@@ -72,7 +72,37 @@ def test_a_service_that_was_stopped_is_a_problem(host: Watched) -> None:
     host.power_cut()
     found = host.status()
     assert (found["service"], found["running"], found["healthy"]) == ("inactive", "", False)
-    assert found["problems"] == ["the service runs no release, and not the current one: run deploy.yml"]
+    assert found["problems"] == ["vllm.service does not run: run deploy.yml"]
+
+
+def test_a_unit_that_was_edited_is_a_problem(host: Watched) -> None:
+    identity = host.stage("one")
+    host.serve(identity)
+    host.unit.write_text(f"{host.unit.read_text()}# edited\n")
+    assert host.status()["problems"] == [f"{host.unit} is not the unit of release {identity}: run deploy.yml"]
+
+
+def test_settings_that_the_service_does_not_have_are_a_problem(host: Watched) -> None:
+    host.serve(host.stage("one"))
+    settings = host.etc / "vllm.env"
+    settings.write_text(f"{settings.read_text()}MORE=1\n")
+    assert host.status()["problems"] == ["vllm.service runs with other settings: run deploy.yml"]
+
+
+@pytest.mark.parametrize("content", [b"AERIE_PORT=\xff\n", b"AERIE_PORT=none\n", b""])
+def test_settings_that_are_none_are_no_obstacle(host: Watched, content: bytes) -> None:
+    host.serve(host.stage("one"))
+    (host.etc / "vllm.env").write_bytes(content)
+    found = host.status()
+    assert (found["healthy"], len(found["problems"])) == (False, 1)
+
+
+def test_a_file_that_is_no_text_is_a_problem(host: Watched) -> None:
+    identity = host.stage("one")
+    host.serve(identity)
+    (host.releases.path(identity) / "serve.yaml").write_bytes(b"\xff\xfe")
+    (problem,) = host.status()["problems"]
+    assert problem.startswith(f"a file of {host.releases.path(identity)} was edited or removed: ")
 
 
 def test_a_switch_that_is_under_way_is_told(host: Watched) -> None:

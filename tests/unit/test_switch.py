@@ -666,65 +666,6 @@ def test_answers_to_an_earlier_switch_count_for_nothing(host: Host, old: str) ->
     assert "nobody confirmed" in last(host)["switch"]["reason"]
 
 
-def waits(host: Host, step: str) -> None:
-    until(lambda: host.switch("followed", window_s=0).get("waits_to") == step)
-
-
-def test_hosts_of_a_replica_stop_and_start_together(host: Host, old: str) -> None:
-    new = host.stage("new")
-    pid = host.pid()
-    host.start(new, together=True)
-    program = host.program()
-    waits(host, switch.STOP)
-    assert host.switch("followed")["outcome"] == "waiting"
-    # What comes later is not allowed before.
-    assert host.switch("proceeded", step=switch.ACTIVATE, window_s=0)["waits_to"] == switch.STOP
-    assert (host.pid(), host.serves(old)) == (pid, True)
-
-    host.switch("proceeded", step=switch.STOP, window_s=5)
-    waits(host, switch.ACTIVATE)
-    assert (host.pid(), host.releases.current()) == (0, old)
-    assert host.switch("proceeded", step=switch.STOP, window_s=0)["outcome"] == "waiting"
-
-    host.switch("proceeded", step=switch.ACTIVATE, window_s=5)
-    host.awaits(switch.AWAITING)
-    assert host.switch("followed")["waits_to"] == ""
-    host.switch("confirmed")
-    assert program.wait() == 0
-    assert host.serves(new)
-    host.over()
-
-
-@pytest.mark.parametrize("step", [switch.STOP, switch.ACTIVATE])
-@pytest.mark.parametrize("ends", ["silence", "abort", "kill"])
-def test_a_host_that_hears_no_more_of_the_others_goes_back(host: Host, old: str, step: str, ends: str) -> None:
-    pid = host.pid()
-    host.start(host.stage("new"), together=True, confirm_budget_s=0.5 if ends == "silence" else 20)
-    program = host.program()
-    waits(host, switch.STOP)
-    if step == switch.ACTIVATE:
-        host.switch("proceeded", step=switch.STOP, window_s=0)
-        waits(host, switch.ACTIVATE)
-    if ends == "abort":
-        host.switch("aborted", reason="another host failed", window_s=0)
-    if ends == "kill" and step == switch.STOP:
-        # Nothing was done yet: it waits again.
-        program.kill()
-        program = host.program()
-        waits(host, switch.STOP)
-        host.switch("aborted", reason="another host failed", window_s=0)
-    elif ends == "kill":
-        program.kill()
-        program = host.program()
-    assert program.wait() == 0
-    end = last(host)
-    assert end["outcome"] == "restored"
-    assert {"silence": "nothing was heard", "abort": "another host", "kill": ""}[ends] in end["switch"]["reason"]
-    assert host.serves(old)
-    assert (host.pid() == pid) == (step == switch.STOP)
-    host.over()
-
-
 def test_check_mode_tells_the_program_nothing(host: Host, old: str) -> None:
     host.start(host.stage("new"))
     host.program()

@@ -158,7 +158,8 @@ def ray_command(node: Node) -> list[str]:
         f"--dashboard-agent-listen-port={node.port + 5}",
         f"--dashboard-agent-grpc-port={node.port + 6}",
         f"--metrics-export-port={node.port + 7}",
-        f"--min-worker-port={node.port + 10}",
+        # The one before is where systemd answers the other hosts' switch programs (module_utils/aerie/mates.py).
+        f"--min-worker-port={node.port + 11}",
         f"--max-worker-port={node.port + PORTS - 1}",
         # vLLM's workers ask for GPUs alone.
         "--num-cpus=1",

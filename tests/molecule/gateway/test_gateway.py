@@ -413,3 +413,16 @@ def test_what_is_removed_is_gone() -> None:
     assert "disabled" in on_host(GATEWAY, "systemctl is-enabled haproxy || true")
     assert on_host(GATEWAY, "sudo find / -xdev -name '*aerie*' -path '*haproxy*'") == ""
     assert "changed=0" in ansible("ansible-playbook", str(HERE / "remove.yml"))
+    # The package has its own file again.
+    assert on_host(GATEWAY, "sudo dpkg --verify haproxy") == ""
+
+
+def test_the_configuration_of_others_is_refused() -> None:
+    config = "/etc/haproxy/haproxy.cfg"
+    on_host(GATEWAY, f"printf 'listen shop\\n  bind :8081\\n' | sudo tee -a {config}")
+    before = on_host(GATEWAY, f"sha256sum {config}")
+    with pytest.raises(AssertionError, match=r"haproxy\.cfg on toy-gateway is not Aerie's, and somebody wrote it"):
+        converge()
+    assert on_host(GATEWAY, f"sha256sum {config}") == before
+    assert "changed=0" in ansible("ansible-playbook", str(HERE / "remove.yml"))
+    assert on_host(GATEWAY, f"sha256sum {config}") == before

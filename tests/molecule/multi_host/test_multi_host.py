@@ -9,29 +9,45 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import SERVICE, Machine, await_that, machines
+from scenario import Run
 
 HOSTS = machines(Path(__file__).parent / "inventory/hosts.yml")
-HEAD, OTHER = HOSTS["bow"], HOSTS["stern"]
-URL = f"http://{HEAD.host.address}:8000"
+HEAD, OTHER, GATEWAY = HOSTS["bow"], HOSTS["stern"], HOSTS["pilot"]
+REPLICA = (HEAD, OTHER)
+ENGINE = f"http://{HEAD.host.address}:8000"
+URL = f"http://{GATEWAY.host.address}:8080"
 MODEL = "kimi-k2.5-tiny"
 # What docs/scaling.md promises, on this machine with its two cores: a request ends, and the service is back.
-ENDED_S = 30.0
+ENDED_S = 45.0
 BACK_S = 240.0
-RAY_PORTS = range(6379, 6379 + 100)
+RAY_PORT = 6379
+RAY_PORTS = range(RAY_PORT, RAY_PORT + 100)
+# Another address on the network of the hosts.
+ALIAS = "10.77.11.99"
+TRIED_S = 15
+RAY = "/opt/aerie/current/venv/bin/ray"
+# What a third party, without the firewall, would need no more for than the address.
+ORDERS = {
+    "join": ("start", f"--address={HEAD.host.address}:{RAY_PORT}", f"--node-ip-address={HEAD.host.gateway}"),
+    "look": ("status", f"--address={HEAD.host.address}:{RAY_PORT}"),
+    "submit a job": ("job", "submit", f"--address=http://{HEAD.host.address}:8265", "--", "true"),
+}
 
 
 class Request:
-    """A long completion, streamed: whether it has begun, and when and how it ended."""
+    """A long completion through the gateway, streamed: whether it has begun, and when and how it ended."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -42,6 +58,7 @@ class Request:
 
     def _run(self) -> None:
         body = {"model": MODEL, "prompt": "a b c d", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+        whole = False
         try:
             with ask("/v1/completions", {**body, "stream": True}, timeout=300) as response:
                 for line in response:
@@ -49,6 +66,9 @@ class Request:
                         self.begun.set()
                     if b'"error"' in line:
                         self.error = line.decode()
+                    whole = whole or b"[DONE]" in line
+            if not whole:
+                self.error = self.error or "it was cut"
         except (OSError, urllib.error.URLError, ValueError) as error:
             self.error = f"{error}"
         self.ended = time.monotonic()
@@ -59,20 +79,24 @@ class Request:
         assert self.ended is not None, f"a request hangs for more than {seconds:g} s"
 
 
-def ask(path: str, body: object = None, timeout: float = 10) -> Any:  # noqa: ANN401
+def ask(path: str, body: object = None, timeout: float = 10, base: str = URL) -> Any:  # noqa: ANN401
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['API_KEY']}"}
-    request = urllib.request.Request(f"{URL}{path}", None if body is None else json.dumps(body).encode(), headers)
+    request = urllib.request.Request(f"{base}{path}", None if body is None else json.dumps(body).encode(), headers)
     return urllib.request.urlopen(request, timeout=timeout)
 
 
 def is_healthy() -> bool:
-    with contextlib.suppress(OSError, urllib.error.URLError), ask("/health", timeout=2) as response:
+    with contextlib.suppress(OSError, urllib.error.URLError), ask("/health", timeout=2, base=ENGINE) as response:
         return bool(response.status == 200)
     return False
 
 
+def is_sent_to() -> bool:
+    return GATEWAY.gateway()[HEAD.name].startswith("UP")
+
+
 def counters() -> dict[str, float]:
-    with ask("/metrics") as response:
+    with ask("/metrics", base=ENGINE) as response:
         text = response.read().decode()
     pattern = r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total\{[^}]*\} ([0-9.e+]+)$"
     return {name: float(value) for name, value in re.findall(pattern, text, re.M)}
@@ -115,7 +139,7 @@ def cut_off() -> None:
 
 
 def reboot_both() -> None:
-    both = [threading.Thread(target=machine.reboot) for machine in (HEAD, OTHER)]
+    both = [threading.Thread(target=machine.reboot) for machine in REPLICA]
     for thread in both:
         thread.start()
     for thread in both:
@@ -131,37 +155,143 @@ STRIKES: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def serving() -> Iterator[None]:
+    await_that(lambda: is_healthy() and is_sent_to(), "it serves", BACK_S, every=0.5)
+    yield
+
+
+def test_both_stages_have_taps_and_one_is_on_their_boundary() -> None:
+    log = HEAD.log()
+    assert "Using Eagle3 auxiliary layers from config: (2, 4, 6)" in log
+    assert re.search(rf"ip={OTHER.host.address}\).*Worker_PP1", log), "the other host has the second stage"
+    configuration = json.loads(HEAD.text("/srv/models/rot/target/config.json"))
+    assert configuration["text_config"]["num_hidden_layers"] == 2 * 4
+    # What one stage accepts was what the live gate compared with.
+    (live,) = (gate for gate in HEAD.ledger()[-1]["gates"] if gate["gate"] == "live")
+    assert live["thresholds"]["source"].startswith("the drafter's baseline")
+
+
 @pytest.mark.parametrize("strike", STRIKES)
 def test_requests_end_and_the_service_comes_back(strike: str) -> None:
-    await_that(is_healthy, "it serves", BACK_S)
-    before = {machine.name: set(machine.pids(SERVICE)) for machine in HOSTS.values()}
-    request = Request()
-    assert request.begun.wait(60) and not request.error
+    before = {machine.name: set(machine.pids(SERVICE)) for machine in REPLICA}
+    running = Request()
+    assert running.begun.wait(60) and not running.error
     struck = time.monotonic()
     STRIKES[strike]()
-    request.ends(ENDED_S)
-    await_that(is_healthy, "it serves again", BACK_S, every=0.5)
-    ended, back = (request.ended or struck) - struck, time.monotonic() - struck
+    # One more, which the gateway may or may not send on.
+    late = Request()
+    running.ends(ENDED_S)
+    late.ends(ENDED_S)
+    assert running.error
+    await_that(lambda: not is_sent_to(), "the gateway sends no more", ENDED_S)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        ask("/v1/models", timeout=ENDED_S)
+    silent = time.monotonic() - struck
+    await_that(is_healthy, "it serves again", BACK_S - silent, every=0.5)
+    ended, back = (running.ended or struck) - struck, time.monotonic() - struck
     print(f"{strike}: the request ended after {ended:.1f} s, the service was back after {back:.0f} s")
     # Nothing of the earlier start is left on any host.
-    for machine in HOSTS.values():
+    for machine in REPLICA:
         assert not before[machine.name] & set(machine.pids(SERVICE))
+    await_that(is_sent_to, "the gateway sends again")
     serves_as_before()
 
 
+@contextlib.contextmanager
+def faults_between_the_hosts() -> Iterator[None]:
+    """Have all at once that the preflight is to find; what is open already goes on."""
+    hosts = HEAD.path("/etc/hosts")
+    before = hosts.read_text()
+    translate = f"add rule ip astray out ip daddr {OTHER.host.address} tcp dport {RAY_PORT + 9} snat to {ALIAS}"
+    try:
+        hosts.write_text(f"192.0.2.7 {OTHER.name}\n{before}")
+        OTHER.run("ip", "link", "set", "eth0", "mtu", "1400")
+        HEAD.run("ip", "address", "add", f"{ALIAS}/32", "dev", "eth0")
+        # As before the first deploy, when no rules of Aerie's keep a stranger out.
+        OTHER.run("nft", f"insert rule inet aerie_replica input ip saddr {ALIAS} accept")
+        HEAD.run("nft", "add table ip astray")
+        HEAD.run("nft", "add chain ip astray out { type nat hook postrouting priority srcnat ; }")
+        HEAD.run("nft", translate)
+        yield
+    finally:
+        hosts.write_text(before)
+        OTHER.run("ip", "link", "set", "eth0", "mtu", "1500")
+        OTHER.run("nft", "--file", "/etc/aerie/replica.nft")
+        HEAD.run("nft", "delete table ip astray")
+        HEAD.run("ip", "address", "delete", f"{ALIAS}/32", "dev", "eth0")
+
+
+def test_faults_between_the_hosts_are_named(playbook: Callable[..., Run]) -> None:
+    # Without them the deploy went on.
+    with faults_between_the_hosts():
+        found = playbook("tests/molecule/multi_host/fabric.yml", multi_node_least_bandwidth=100000)
+    for words in (
+        f"stern sees bow as {ALIAS} and not as {HEAD.host.address}: there must be no NAT between them",
+        "bow has MTU 1500 and stern 1400 on the fabric: give both the same",
+        f"on bow the name stern of stern leads to 192.0.2.7 and not to {OTHER.host.address}",
+    ):
+        assert words in found.messages
+    assert re.search(r"bow sends [0-9.]+ Gbit/s to stern, and multi_node_least_bandwidth is 100000", found.messages)
+
+
+def from_outside(*command: str) -> subprocess.Popen[str]:
+    """Run a program of the other host's files in this machine's network: on that of both hosts, and none of them."""
+    namespaces = ("--mount", "--uts", "--ipc", "--pid", "--root", "--wdns=/")
+    environment = (
+        "env",
+        "HOME=/tmp",
+        "RAY_TMPDIR=/tmp",
+        "PYTHONDONTWRITEBYTECODE=1",
+        f"PATH={Path(RAY).parent}:/usr/bin:/bin",
+    )
+    return subprocess.Popen(
+        ["nsenter", f"--target={OTHER.init()}", *namespaces, "--", *environment, "timeout", f"{TRIED_S}", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def from_the_other_host(*command: str) -> str:
+    """Run a program on the other host as the service's account."""
+    return OTHER.run("setpriv", "--reuid=vllm", "--regid=vllm", "--clear-groups", "env", "HOME=/tmp", *command)
+
+
+def test_a_third_party_neither_joins_nor_commands_the_cluster() -> None:
+    before = {machine.name: set(machine.pids(SERVICE)) for machine in REPLICA}
+    for what, process in {what: from_outside(RAY, *order) for what, order in ORDERS.items()}.items():
+        said, _ = process.communicate()
+        # Ray is there, and gets no connection, however long it tries.
+        assert process.returncode != 0, (what, said)
+        assert re.search("Failed to connect to (GCS|Ray) at address", said), (what, said)
+    # The same program gets one from a host of the replica, at once, and there are no more nodes than these.
+    began = time.monotonic()
+    seen = from_the_other_host(RAY, *ORDERS["look"])
+    assert time.monotonic() - began < TRIED_S
+    assert len(re.findall("^ 1 node_", seen, re.M)) == len(REPLICA), seen
+    assert {machine.name: set(machine.pids(SERVICE)) for machine in REPLICA} == before
+
+
 def test_a_third_party_reaches_the_service_and_nothing_else() -> None:
-    await_that(is_healthy, "it serves", BACK_S)
-    # This machine is on the network of both hosts, and none of them.
-    for machine in HOSTS.values():
-        for port in listening(machine) - {22, 8000}:
-            with pytest.raises(TimeoutError), socket.create_connection((str(machine.host.address), port), 0.5):
-                pass
+    doors = [(str(machine.host.address), port) for machine in REPLICA for port in listening(machine) - {22, 8000}]
+    with ThreadPoolExecutor(len(doors)) as pool:
+        assert set(pool.map(knock, doors)) == {"timed out"}
     # The hosts themselves reach each other.
-    command = f"import socket; socket.create_connection(('{HEAD.host.address}', 6379), 5)"
-    OTHER.run("setpriv", "--reuid=vllm", "--clear-groups", "python3", "-c", command)
+    command = f"import socket; socket.create_connection(('{HEAD.host.address}', {RAY_PORT}), 5)"
+    from_the_other_host("python3", "-c", command)
     # Another account of a host does not, though its packets come from there.
     with pytest.raises(Exception, match="Connection refused"):
         OTHER.run("setpriv", "--reuid=ansible", "--clear-groups", "python3", "-c", command)
+
+
+def knock(door: tuple[str, int]) -> str:
+    """Try to connect from this machine; return what comes of it."""
+    try:
+        with socket.create_connection(door, 2):
+            return "let in"
+    except OSError as error:
+        return str(error)
 
 
 def listening(machine: Machine) -> set[int]:
