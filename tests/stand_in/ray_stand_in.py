@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import json
 import os
-import signal
+import selectors
 import socket
 import sys
 import time
@@ -55,7 +55,14 @@ def main() -> None:
     ports = [options.port] if options.head else []
     listeners = [socket.create_server((options.node_ip_address, port)) for port in (*ports, options.node_manager_port)]
     print(f"Ray runtime started, listening at {', '.join(str(one.getsockname()) for one in listeners)}", flush=True)
-    signal.pause()
+    # Who connects is heard: connections that nobody accepts would fill the queue, and nobody else would get in.
+    with selectors.DefaultSelector() as ready:
+        for listener in listeners:
+            ready.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.accept()[0].close()
 
 
 if __name__ == "__main__":
