@@ -54,7 +54,6 @@ EXAMPLES = r"""
     addresses: {gpu-01: 10.1.0.1, gpu-02: 10.1.0.1}
     roles: roles
     playbooks: playbooks
-  delegate_to: localhost
 """
 
 RETURN = r"""
@@ -75,92 +74,3 @@ drafter_mb:
   returned: success
   sample: {gpu-01: 6030}
 """
-
-import re
-from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
-from pathlib import Path
-
-import yaml
-from ansible.module_utils.aerie.findings import Finding
-from ansible.module_utils.aerie.inventory import misspelt, shared_addresses
-from ansible.module_utils.aerie.preflight_certificate import check_certificate
-from ansible.module_utils.aerie.preflight_findings import problem
-from ansible.module_utils.basic import AnsibleModule
-
-ARGUMENT_SPEC = {
-    "variables": {"type": "dict", "required": True},
-    "addresses": {"type": "dict", "required": True},
-    "roles": {"type": "path", "required": True},
-    "playbooks": {"type": "path", "required": True},
-    "drafters": {"type": "dict", "default": {}},
-    "certificates": {"type": "list", "elements": "path", "default": []},
-}
-_NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-def known_variables(roles: Path) -> set[str]:
-    known: set[str] = set()
-    for path in roles.glob("*/meta/argument_specs.yml"):
-        for entry_point in yaml.safe_load(path.read_text())["argument_specs"].values():
-            known.update(entry_point.get("options", {}))
-    return known
-
-
-def mentioned_names(*directories: Path) -> set[str]:
-    """Return every name in YAML files: the facts that roles and playbooks set are there when a play follows another."""
-    files = [path for directory in directories for path in directory.rglob("*.yml")]
-    return {name for path in files for name in _NAME.findall(path.read_text())}
-
-
-def check_names(variables: Mapping[str, list[str]], roles: Path, playbooks: Path) -> Iterator[Finding]:
-    hosts_of: dict[str, list[str]] = {}
-    for host, names in variables.items():
-        for name in names:
-            hosts_of.setdefault(name, []).append(host)
-    suspects = hosts_of.keys() - mentioned_names(roles, playbooks)
-    found = misspelt(suspects, known_variables(roles), [path.name for path in roles.iterdir()])
-    for name, close in found.items():
-        message = f"variable '{name}' of {', '.join(hosts_of[name])} is unknown"
-        yield problem("variable", message, f"did you mean '{close}'?")
-
-
-def check_addresses(addresses: Mapping[str, str]) -> Iterator[Finding]:
-    for address, hosts in shared_addresses(addresses).items():
-        message = f"{' and '.join(hosts)} have the same address {address}"
-        yield problem("address-shared", message, "give each host its own, or remove one")
-
-
-def check_drafters(drafters: Mapping[str, str]) -> Iterator[Finding]:
-    for path in sorted(set(filter(None, drafters.values()))):
-        if not Path(path).exists():
-            yield problem("drafter", f"there is no drafter at {path} on the control node", "correct drafter_path")
-
-
-def size_mb(path: Path) -> int:
-    """Return the size of a file, or of all files below a directory."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files) >> 20
-
-
-def main() -> None:
-    module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
-    options = module.params
-    findings = [
-        *check_names(options["variables"], Path(options["roles"]), Path(options["playbooks"])),
-        *check_addresses(options["addresses"]),
-        *check_drafters(options["drafters"]),
-    ]
-    now = datetime.now(timezone.utc)
-    for path in options["certificates"]:
-        findings += check_certificate(Path(path), now, " on the control node")
-    sizes = {path: size_mb(Path(path)) for path in set(filter(None, options["drafters"].values()))}
-    module.exit_json(
-        changed=False,
-        findings=[finding.as_dict() for finding in findings],
-        drafter_mb={host: sizes.get(path, 0) for host, path in options["drafters"].items()},
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -72,6 +72,10 @@ options:
     description: The account that the service runs as.
     type: str
     default: vllm
+  home:
+    description: The home of that account; one with another home is somebody's.
+    type: str
+    default: /var/lib/vllm
   gpus:
     description: How many GPUs the service uses.
     type: int
@@ -162,6 +166,10 @@ facts:
   description: What the host is, such as system, cpu, memory_mb, disk_mb, driver and gpus.
   type: dict
   returned: success
+has_account:
+  description: Whether there is an account O(user).
+  type: bool
+  returned: success
 gpu_memory_mb:
   description: The memory of the GPUs that the service uses, together, in MiB; 0 for a CPU build.
   type: int
@@ -177,10 +185,12 @@ from typing import Any
 from ansible.module_utils.aerie import nvidia_smi, preflight_gpu, preflight_host, preflight_ports
 from ansible.module_utils.aerie.findings import Finding, worst_first
 from ansible.module_utils.aerie.preflight import (
+    check_account,
     check_build_tools,
     check_libraries,
     check_python,
     check_unit,
+    has_account,
     look_at_model,
 )
 from ansible.module_utils.aerie.preflight_certificate import check_certificate, check_pair
@@ -206,6 +216,7 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "port": {"type": "int", "required": True},
     "unit": {"type": "str", "default": "vllm.service"},
     "user": {"type": "str", "default": "vllm"},
+    "home": {"type": "str", "default": "/var/lib/vllm"},
     "gpus": {"type": "int", "default": 1},
     "stages": {"type": "int", "default": 1},
     "hosts": {"type": "int", "default": 1},
@@ -315,6 +326,7 @@ def main() -> None:
     if options["python"]:
         findings += check_python(options["python"], options["python_release"])
     findings += check_disks(options)
+    findings += check_account(options["user"], options["home"])
     findings += check_unit(root, _UNITS / options["unit"])
     findings += preflight_ports.check_port(options["port"], options["unit"])
     if options["address"]:
@@ -362,6 +374,7 @@ def main() -> None:
         changed=False,
         findings=[finding.as_dict() for finding in worst_first(findings)],
         facts=describe(host, gpus, root),
+        has_account=has_account(options["user"]),
         gpu_memory_mb=memory,
     )
 

@@ -120,9 +120,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie.files import read_text
+from ansible.module_utils.aerie.journal import Journal
 from ansible.module_utils.aerie.program import unused
 from ansible.module_utils.aerie.release import ReleaseError, Releases, release_id
-from ansible.module_utils.aerie.switch import Journal, read_text
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC = {

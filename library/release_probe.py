@@ -150,9 +150,9 @@ aim_changes:
 
 from pathlib import Path
 
+from ansible.module_utils.aerie.journal import Journal, whose
 from ansible.module_utils.aerie.probe import UNDER_WAY, Desired, describe, reasons
 from ansible.module_utils.aerie.release import Releases
-from ansible.module_utils.aerie.switch import Journal, whose
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 from ansible.module_utils.basic import AnsibleModule
 

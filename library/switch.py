@@ -99,7 +99,8 @@ options:
   numeric:
     description:
       - The numeric check of hidden states between stop and start, where it needs the GPUs; with the keys C(mode),
-        C(argv) and C(budget_s). Empty runs none.
+        C(argv) and C(budget_s). Empty runs none. A result that passed is kept in C(note), for this C(evidence), where
+        they are given; M(hidden_state_check) reads it.
     type: dict
     default: {}
   in_progress:
@@ -204,7 +205,19 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie import switch
-from ansible.module_utils.aerie.files import write_atomically
+from ansible.module_utils.aerie.endpoint import environment
+from ansible.module_utils.aerie.files import read_text, write_atomically
+from ansible.module_utils.aerie.journal import (
+    ACTIVATE,
+    AWAITING,
+    CONFIRMED,
+    NOT_RESTORED,
+    RESTORED,
+    STOP,
+    Journal,
+    SwitchError,
+    whose,
+)
 from ansible.module_utils.aerie.mates import KEEPS, UNITS, MatesError, note, place_of, units
 from ansible.module_utils.aerie.program import install
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
@@ -226,7 +239,7 @@ ARGUMENT_SPEC = {
     "confirm_budget_s": {"type": "float", "default": 300},
     "mates": {"type": "bool", "default": False},
     "together": {"type": "list", "elements": "str", "default": []},
-    "step": {"type": "str", "choices": [switch.STOP, switch.ACTIVATE]},
+    "step": {"type": "str", "choices": [STOP, ACTIVATE]},
     "live": {"type": "dict", "default": {"mode": "off", "config": {}}},
     "numeric": {"type": "dict", "default": {}},
     "in_progress": {"type": "str", "choices": ["fail", "wait", "take_over"], "default": "fail"},
@@ -264,7 +277,7 @@ WantedBy=multi-user.target
 """
 
 
-def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) -> dict[str, Any]:
+def start(module: AnsibleModule, releases: Releases, journal: Journal) -> dict[str, Any]:
     params = module.params
     identity, unit = params["id"], Path(params["unit"])
     if journal.load():
@@ -278,11 +291,11 @@ def start(module: AnsibleModule, releases: Releases, journal: switch.Journal) ->
             raise ReleaseError(f"release {identity} is not wholly staged on this host: run deploy.yml")
     running = running_service(unit.name)
     previous = releases.current()
-    unit_before = switch.read_text(unit)
+    unit_before = read_text(unit)
     if not previous and unit_before is not None and not unit_before.startswith(_OURS):
         raise ReleaseError(f"{unit} is not Aerie's: stop and disable it, and move it away")
-    wanted = switch.environment(params["settings"])
-    settings_before = {path: switch.read_text(Path(path)) for path in params["settings"]}
+    wanted = environment(params["settings"])
+    settings_before = {path: read_text(Path(path)) for path in params["settings"]}
     serves = releases.is_active(identity, unit) and running.release == identity and running.has_settings(wanted)
     as_wanted = serves and settings_before == params["settings"] and not params["restart"]
     together = _together(params["together"], wanted)
@@ -336,11 +349,11 @@ def _together(others: list[str], settings: dict[str, str]) -> dict[str, Any]:
     return {"here": here, "port": port, "others": others}
 
 
-def _have_answers(journal: switch.Journal, unit: Path, together: dict[str, Any]) -> None:
+def _have_answers(journal: Journal, unit: Path, together: dict[str, Any]) -> None:
     """Have systemd answer the replica's other hosts."""
     socket, _ = UNITS
     texts = units(journal.told_path, together["here"], together["port"])
-    if any(switch.read_text(unit.with_name(name)) != text for name, text in texts.items()):
+    if any(read_text(unit.with_name(name)) != text for name, text in texts.items()):
         for name, text in texts.items():
             write_atomically(unit.with_name(name), text.encode())
         switch.systemctl("daemon-reload")
@@ -348,7 +361,7 @@ def _have_answers(journal: switch.Journal, unit: Path, together: dict[str, Any])
     switch.systemctl("enable", "--now", socket)
 
 
-def meet(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
+def meet(module: AnsibleModule, journal: Journal) -> dict[str, Any]:
     """Deal with a switch that is under way; return the result if it still is."""
     params = module.params
     if not module.check_mode:
@@ -358,18 +371,18 @@ def meet(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
         # Its start was answered, and the answer lost.
         return {"changed": True, **_describe(journal.state), "outcome": "started", "running": "", "changes": []}
     if params["in_progress"] == "fail":
-        raise switch.SwitchError(switch.whose(journal.state))
+        raise SwitchError(whose(journal.state))
     if params["in_progress"] == "take_over" and not module.check_mode:
         journal.tell("abort", journal.state["deployment"], f"deployment {params['deployment']} took over")
     seen = follow(module, journal)
     return {**seen, "running": "", "changes": []} if "phase" in seen and journal.load() else {}
 
 
-def _start_program(root: Path, unit: Path, journal: switch.Journal, request: dict[str, Any]) -> None:
+def _start_program(root: Path, unit: Path, journal: Journal, request: dict[str, Any]) -> None:
     home = install(root / "tools")
     text = _PROGRAM_UNIT.format(root=root, service=unit.name, home=home, python=sys.executable)
     path = unit.with_name(switch.UNIT)
-    if switch.read_text(path) != text:
+    if read_text(path) != text:
         write_atomically(path, text.encode())
         switch.systemctl("daemon-reload")
     switch.systemctl("enable", switch.UNIT)
@@ -377,12 +390,12 @@ def _start_program(root: Path, unit: Path, journal: switch.Journal, request: dic
     switch.systemctl("start", "--no-block", switch.UNIT)
 
 
-def look(journal: switch.Journal, deployment: str) -> dict[str, Any]:
+def look(journal: Journal, deployment: str) -> dict[str, Any]:
     """Say how the switch of ``deployment`` stands."""
     under_way = journal.load()
     if under_way and journal.state["deployment"] == deployment:
         waits_to = journal.state.get("waits_to", "")
-        outcome = "ready" if journal.state["phase"] == switch.AWAITING else "waiting" if waits_to else "under way"
+        outcome = "ready" if journal.state["phase"] == AWAITING else "waiting" if waits_to else "under way"
         return {**_describe(journal.state), "outcome": outcome, "waits_to": waits_to, **_room(journal.directory)}
     last = journal.last()
     if last.get("deployment") == deployment:
@@ -390,7 +403,7 @@ def look(journal: switch.Journal, deployment: str) -> dict[str, Any]:
     return {**_describe(journal.state), "outcome": "in progress"} if under_way else {"outcome": "none"}
 
 
-def follow(module: AnsibleModule, journal: switch.Journal, until: tuple[str, ...] = ()) -> dict[str, Any]:
+def follow(module: AnsibleModule, journal: Journal, until: tuple[str, ...] = ()) -> dict[str, Any]:
     """Wait for the next phase, or for one of the outcomes ``until``, as long as one call may."""
     deadline = time.monotonic() + module.params["window_s"]
     first = seen = look(journal, module.params["deployment"])
@@ -404,13 +417,13 @@ def follow(module: AnsibleModule, journal: switch.Journal, until: tuple[str, ...
     return {"changed": False, **seen}
 
 
-def confirm(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
+def confirm(module: AnsibleModule, journal: Journal) -> dict[str, Any]:
     if look(journal, module.params["deployment"])["outcome"] == "ready" and not module.check_mode:
         journal.tell("confirm", module.params["deployment"])
-    return follow(module, journal, until=(switch.CONFIRMED, switch.RESTORED, switch.NOT_RESTORED, "none"))
+    return follow(module, journal, until=(CONFIRMED, RESTORED, NOT_RESTORED, "none"))
 
 
-def proceed(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
+def proceed(module: AnsibleModule, journal: Journal) -> dict[str, Any]:
     deployment, step = module.params["deployment"], module.params["step"]
     deadline = time.monotonic() + module.params["window_s"]
     seen = look(journal, deployment)
@@ -423,12 +436,12 @@ def proceed(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
     return {"changed": False, **seen}
 
 
-def abort(module: AnsibleModule, journal: switch.Journal) -> dict[str, Any]:
+def abort(module: AnsibleModule, journal: Journal) -> dict[str, Any]:
     # Whoever's it is: taking over another deployment's switch is what this is for, too.
     if journal.load() and not module.check_mode:
         journal.tell("abort", journal.state["deployment"], module.params["reason"])
     # Ready for confirmation is what it may still be until the program has read this.
-    return follow(module, journal, until=(switch.CONFIRMED, switch.RESTORED, switch.NOT_RESTORED, "none"))
+    return follow(module, journal, until=(CONFIRMED, RESTORED, NOT_RESTORED, "none"))
 
 
 def _room(directory: Path) -> dict[str, bool]:
@@ -452,7 +465,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     releases = Releases(Path(module.params["root"]))
-    journal = switch.Journal(releases.root)
+    journal = Journal(releases.root)
     try:
         if module.params["state"] == "started":
             with contextlib.nullcontext() if module.check_mode else journal.alone():
@@ -460,7 +473,7 @@ def main() -> None:
         else:
             act = {"followed": follow, "proceeded": proceed, "confirmed": confirm, "aborted": abort}
             result = act[module.params["state"]](module, journal)
-    except (ReleaseError, switch.SwitchError, MatesError, OSError) as error:
+    except (ReleaseError, SwitchError, MatesError, OSError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(**result)
 

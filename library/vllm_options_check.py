@@ -36,7 +36,6 @@ EXAMPLES = r"""
   vllm_options_check:
     wheel: /var/cache/aerie/wheels/vllm-0.33.0-cp38-abi3-manylinux_2_31_x86_64.whl
     options: {max-model-len: 131072, speculative-config: {attention_backend: FLASH_ATTN}}
-  delegate_to: localhost
 """
 
 RETURN = r"""
@@ -52,37 +51,8 @@ known:
   sample: 331
 problems:
   description: A sentence for each option that it does not take.
-  returned: when there are any
+  returned: success
   type: list
   elements: str
   sample: ["vLLM 0.33.0 has no option max-modl-len: the nearest that it has is max-model-len"]
 """
-
-from pathlib import Path
-
-from ansible.module_utils.aerie.source import Refusal
-from ansible.module_utils.aerie.vllm_options import options_of
-from ansible.module_utils.aerie.wheel import package_of_wheel
-from ansible.module_utils.basic import AnsibleModule
-
-ARGUMENT_SPEC = {
-    "wheel": {"type": "path", "required": True},
-    "options": {"type": "dict", "required": True},
-}
-
-
-def main() -> None:
-    """Run the module."""
-    module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
-    try:
-        options = options_of(package_of_wheel(Path(module.params["wheel"])))
-    except Refusal as refusal:
-        module.fail_json(msg=str(refusal))
-    problems = options.problems(module.params["options"])
-    if problems:
-        module.fail_json(msg=". ".join(problems) + ". Correct the service's options.", problems=problems)
-    module.exit_json(changed=False, vllm_version=options.version, known=len(options.names))
-
-
-if __name__ == "__main__":
-    main()

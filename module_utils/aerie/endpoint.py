@@ -44,6 +44,22 @@ def endpoint_of(variables: Mapping[str, str]) -> Endpoint:
     return Endpoint(_EVERYWHERE.get(address, address), port, variables.get("AERIE_CERTIFICATE", ""))
 
 
+def parse_settings(text: str) -> dict[str, str]:
+    """Parse an environment file of systemd as Aerie writes it: one NAME=value a line, nothing quoted."""
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+
+
+def environment(settings: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the variables that the service's process has of these settings: of the environment files among them."""
+    texts = [text or "" for path, text in settings.items() if path.endswith(".env")]
+    return {name: value for text in texts for name, value in parse_settings(text).items()}
+
+
+def endpoint(settings: Mapping[str, str | None]) -> Endpoint:
+    """Return where a service with these settings is asked from its own host."""
+    return endpoint_of(environment(settings))
+
+
 def opener(certificate: str = "") -> urllib.request.OpenerDirector:
     """Return what opens URLs of the service on this host.
 

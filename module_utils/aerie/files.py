@@ -25,10 +25,19 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
+def read_text(path: Path) -> str | None:
+    try:
+        # With its line ends as they are.
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o644, group: int | None = None) -> None:
     """Put ``data`` at ``path`` by a synced temporary file in the same directory and a rename.
 
-    A reader sees the old bytes or the new ones. Other hard links to the old file keep the old bytes.
+    A reader sees the old bytes or the new ones. Other hard links to the old file keep the old bytes. ``group`` is the
+    number of the file's group, which is otherwise that of the process.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
@@ -36,6 +45,8 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
             stream.flush()
+            if group is not None:
+                os.fchown(stream.fileno(), -1, group)
             os.fchmod(stream.fileno(), mode)
             os.fsync(stream.fileno())
         temporary.replace(path)

@@ -13,12 +13,13 @@ import pwd
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import numeric_check
+from ansible.module_utils.aerie import numeric_check, proved
 from ansible.module_utils.aerie.code_facts import Code
+from ansible.module_utils.aerie.files import sha256_bytes
 from ansible.module_utils.aerie.patchset import PatchSet, prove_set, resolve_proof
 from ansible.module_utils.aerie.prove import Proof
 from ansible.module_utils.aerie.source import MARKER
@@ -30,6 +31,8 @@ NOBODY = "nobody"
 # Seconds that the program has to stop by itself after its budget.
 _GRACE_S = 15
 _MAX_SAID = 300
+# What of a numeric check says how it is run, and not what is checked.
+_HOW = ("python", "device", "threads", "budget_s", "user")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,8 +82,7 @@ class Numeric:
     """What to run: the release's interpreter, the model's layers and tap ids (empty: vLLM's), and how.
 
     ``every_id`` also checks all other ids. ``stages`` are pipeline stages, and ``partition`` is how many layers each
-    has, with commas; empty for vLLM's own rule. ``device`` names a GPU; empty uses none. ``bytecode`` is a directory of
-    bytecode that may be read and written, or empty.
+    has, with commas; empty for vLLM's own rule. ``device`` names a GPU; empty uses none.
     """
 
     python: Path
@@ -93,7 +95,6 @@ class Numeric:
     threads: int = 1
     budget_s: int = 60
     user: str = ""
-    bytecode: str = ""
 
     def argv(self, home: Path) -> list[str]:
         """Return the whole command: another environment, another user, low priority.
@@ -101,8 +102,6 @@ class Numeric:
         ``home`` has this package, as ``program.install`` writes it.
         """
         variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONPATH": str(home)}
-        if self.bytecode:
-            variables["PYTHONPYCACHEPREFIX"] = self.bytecode
         command = ["/usr/bin/env", "-i", "-C", "/", *(f"{name}={value}" for name, value in variables.items())]
         if self.user and os.geteuid() == 0:
             entry = account(self.user)
@@ -116,6 +115,12 @@ class Numeric:
         command += ["--partition", self.partition] if self.partition else []
         command += ["--device", self.device] if self.device else []
         return [*command, "--threads", str(self.threads), "--budget-s", str(self.budget_s)]
+
+    def evidence(self, home: Path) -> str:
+        """Return a digest of all that the outcome depends on; how it is run makes no difference."""
+        facts = {name: value for name, value in asdict(self).items() if name not in _HOW}
+        code = proved.code_digest(self.python)
+        return sha256_bytes(json.dumps({**facts, "code": code, "program": home.name}, sort_keys=True).encode())
 
 
 def account(user: str) -> pwd.struct_passwd:

@@ -68,7 +68,10 @@ def others(environment: Path) -> dict[str, str]:
 
     These are the RECORDs, and what uv made before it installed anything. A link is what it points to.
     """
-    return _others(environment, _recorded(environment))
+    known: set[str] = set()
+    for record in _records(environment):
+        known.update(_installed_at(record))
+    return _others(environment, known)
 
 
 def faults(environment: Path, patches: Mapping[str, str], noted: Mapping[str, str]) -> Iterator[Fault]:
@@ -88,7 +91,7 @@ def faults(environment: Path, patches: Mapping[str, str], noted: Mapping[str, st
         for path, actual in zip(expected, executor.map(_digest, expected)):
             if actual != expected[path]:
                 yield Fault(path, MISSING if actual is None else EDITED)
-    found = _others(environment, recorded)
+    found = _others(environment, set(map(str, recorded)))
     lost = [name for name in noted if found.get(name) != noted[name]]
     yield from (Fault(environment / name, EDITED if name in found else MISSING) for name in sorted(lost))
     # Where a RECORD is not as it was, it is not known what was.
@@ -99,10 +102,23 @@ def faults(environment: Path, patches: Mapping[str, str], noted: Mapping[str, st
 def _recorded(environment: Path) -> dict[Path, str]:
     """Return the digests that the RECORDs of the environment's distributions have, by file."""
     recorded: dict[Path, str] = {}
-    for record in environment.glob("lib/python*/site-packages/*.dist-info/RECORD"):
+    for record in _records(environment):
         for name, digest in _rows(record):
-            recorded[Path(os.path.normpath(record.parent.parent / name))] = digest
+            recorded[Path(os.path.normpath(record.parent.parent / name))] = _hexadecimal(digest)
     return recorded
+
+
+def _installed_at(record: Path) -> Iterator[str]:
+    """Yield the paths of what a RECORD has a digest of."""
+    packages = str(record.parent.parent)
+    for name, _ in _rows(record):
+        path = f"{packages}/{name}"
+        # Of 57,000 files a few are programs.
+        yield os.path.normpath(path) if "/.." in path else path
+
+
+def _records(environment: Path) -> Iterator[Path]:
+    return environment.glob("lib/python*/site-packages/*.dist-info/RECORD")
 
 
 def _rows(record: Path) -> Iterator[tuple[str, str]]:
@@ -110,12 +126,11 @@ def _rows(record: Path) -> Iterator[tuple[str, str]]:
     with contextlib.suppress(csv.Error, ValueError):
         for name, digest, _ in csv.reader(record.read_bytes().decode(errors="replace").splitlines()):
             if digest.startswith("sha256="):
-                yield name, _hexadecimal(digest[len("sha256=") :])
+                yield name, digest[len("sha256=") :]
 
 
-def _others(environment: Path, recorded: Collection[Path]) -> dict[str, str]:
-    found = (Path(entry.path) for entry in files_below(environment))
-    unknown = (path for path in found if path not in recorded)
+def _others(environment: Path, recorded: Collection[str]) -> dict[str, str]:
+    unknown = (Path(entry.path) for entry in files_below(environment) if entry.path not in recorded)
     return {_text(path.relative_to(environment)): _content(path) for path in unknown}
 
 
@@ -140,4 +155,8 @@ def _digest(path: Path) -> str | None:
 
 
 def _hexadecimal(urlsafe: str) -> str:
-    return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()
+    try:
+        return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()
+    except ValueError:
+        # A damaged RECORD's; no file has it.
+        return urlsafe

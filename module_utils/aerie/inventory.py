@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in an inventory that Ansible itself ignores."""
+"""Mistakes in an inventory that Ansible itself ignores, and what the control node lacks for it.
+
+Needs PyYAML, which the control node has.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.module_utils.aerie.findings import Finding
+from ansible.module_utils.aerie.preflight_certificate import check_certificate
+from ansible.module_utils.aerie.preflight_findings import problem
 
 # Letters typed wrong, left out, doubled or swapped. What is farther off, such as `vault_<option>` or an option's name
 # without its first word, is a name of the user's own.
 _TYPING_ERRORS = 2
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def misspelt(names: Iterable[str], known: Collection[str], roles: Iterable[str]) -> dict[str, str]:
@@ -60,3 +73,64 @@ def shared_addresses(addresses: Mapping[str, str]) -> dict[str, list[str]]:
     for host, address in addresses.items():
         hosts.setdefault(address or host, []).append(host)
     return {address: names for address, names in hosts.items() if len(names) > 1}
+
+
+def known_variables(roles: Path) -> set[str]:
+    known: set[str] = set()
+    for path in roles.glob("*/meta/argument_specs.yml"):
+        for entry_point in yaml.safe_load(path.read_text())["argument_specs"].values():
+            known.update(entry_point.get("options", {}))
+    return known
+
+
+def mentioned_names(*directories: Path) -> set[str]:
+    """Return every name in YAML files: the facts that roles and playbooks set are there when a play follows another."""
+    files = [path for directory in directories for path in directory.rglob("*.yml")]
+    return {name for path in files for name in _NAME.findall(path.read_text())}
+
+
+def check_names(variables: Mapping[str, list[str]], roles: Path, playbooks: Path) -> Iterator[Finding]:
+    hosts_of: dict[str, list[str]] = {}
+    for host, names in variables.items():
+        for name in names:
+            hosts_of.setdefault(name, []).append(host)
+    suspects = hosts_of.keys() - mentioned_names(roles, playbooks)
+    found = misspelt(suspects, known_variables(roles), [path.name for path in roles.iterdir()])
+    for name, close in found.items():
+        message = f"variable '{name}' of {', '.join(hosts_of[name])} is unknown"
+        yield problem("variable", message, f"did you mean '{close}'?")
+
+
+def check_addresses(addresses: Mapping[str, str]) -> Iterator[Finding]:
+    for address, hosts in shared_addresses(addresses).items():
+        message = f"{' and '.join(hosts)} have the same address {address}"
+        yield problem("address-shared", message, "give each host its own, or remove one")
+
+
+def check_drafters(drafters: Mapping[str, str]) -> Iterator[Finding]:
+    for path in sorted(set(filter(None, drafters.values()))):
+        if not Path(path).exists():
+            yield problem("drafter", f"there is no drafter at {path} on the control node", "correct drafter_path")
+
+
+def size_mb(path: Path) -> int:
+    """Return the size of a file, or of all files below a directory."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files) >> 20
+
+
+def look_at_inventory(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the findings, and the size of each host's drafter; ``options`` are those of the module inventory_check."""
+    findings = [
+        *check_names(options["variables"], Path(options["roles"]), Path(options["playbooks"])),
+        *check_addresses(options["addresses"]),
+        *check_drafters(options["drafters"]),
+    ]
+    now = datetime.now(timezone.utc)
+    for path in options["certificates"]:
+        findings += check_certificate(Path(path), now, " on the control node")
+    sizes = {path: size_mb(Path(path)) for path in set(filter(None, options["drafters"].values()))}
+    return {
+        "findings": [finding.as_dict() for finding in findings],
+        "drafter_mb": {host: sizes.get(path, 0) for host, path in options["drafters"].items()},
+    }

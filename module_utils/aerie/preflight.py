@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -66,6 +67,25 @@ def check_build_tools(python: str, dev: Path = Path("/dev")) -> Iterator[Finding
     if headers and not (Path(headers) / "Python.h").exists():
         message = f"Python.h of {python} is missing, which Triton needs when vLLM runs"
         yield problem("headers", message, "install its development package")
+
+
+def has_account(user: str) -> bool:
+    return _home(user) is not None
+
+
+def check_account(user: str, home: str) -> Iterator[Finding]:
+    """An account of the service's name with another ``home`` than Aerie gives it is somebody's."""
+    found = _home(user)
+    if found not in (None, home):
+        message = f"vllm_service_user is {user}, an account with the home {found} that Aerie did not create"
+        yield problem("account", message, "choose another name")
+
+
+def _home(user: str) -> str | None:
+    try:
+        return pwd.getpwnam(user).pw_dir
+    except KeyError:
+        return None
 
 
 def check_unit(root: Path, unit: Path) -> Iterator[Finding]:

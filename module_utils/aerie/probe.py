@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from ansible.module_utils.aerie.checkpoint import CheckpointError
 from ansible.module_utils.aerie.credentials import faults
+from ansible.module_utils.aerie.endpoint import environment
+from ansible.module_utils.aerie.files import read_text
+from ansible.module_utils.aerie.journal import Journal
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
 from ansible.module_utils.aerie.serving import is_healthy, service_faults
-from ansible.module_utils.aerie.switch import Journal, environment, read_text
 from ansible.module_utils.aerie.target import inspect_target
 from ansible.module_utils.aerie.verification import quick_check
 

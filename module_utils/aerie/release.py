@@ -250,7 +250,8 @@ class Releases:
             or (identity not in tried and self.path(identity).stat().st_mtime > since)
         ]
         # Notes first: what is removed in part is not wholly staged.
-        unwanted = sorted(path for path in (self.root / "staged").glob("*.json") if path.stem not in kept)
+        notes = [*self.root.glob("staged/*.json"), *self.root.glob("proved/*.json")]
+        unwanted = sorted(path for path in notes if path.stem not in kept)
         unwanted += [self.path(identity) for identity in order if identity not in kept]
         try:
             needed = {self.record(identity)["inputs"].get("drafter", "") for identity in kept if identity in there}
@@ -356,11 +357,6 @@ def releases_in_use() -> set[str]:
         except OSError:
             continue
     return found
-
-
-def parse_settings(text: str) -> dict[str, str]:
-    """Parse an environment file of systemd as Aerie writes it: one NAME=value a line, nothing quoted."""
-    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
 
 
 def _text(path: Path) -> str:

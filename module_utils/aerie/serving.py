@@ -8,10 +8,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
-from ansible.module_utils.aerie.endpoint import opener
+from ansible.module_utils.aerie.endpoint import endpoint, environment, opener
 from ansible.module_utils.aerie.release import Releases, running_service
 from ansible.module_utils.aerie.replica import has_joined, is_worker
-from ansible.module_utils.aerie.switch import endpoint, environment
 
 _HEALTH_S = 3.0
 

@@ -9,14 +9,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie.endpoint import opener
+from ansible.module_utils.aerie.endpoint import endpoint, environment, opener
+from ansible.module_utils.aerie.files import read_text
+from ansible.module_utils.aerie.journal import Journal
 from ansible.module_utils.aerie.preflight_certificate import check_certificate
 from ansible.module_utils.aerie.probe import idle
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
 from ansible.module_utils.aerie.replica import is_worker
 from ansible.module_utils.aerie.serving import is_healthy, service_faults
 from ansible.module_utils.aerie.speculation import parse_speculation
-from ansible.module_utils.aerie.switch import Journal, endpoint, environment, read_text
 from ansible.module_utils.aerie.unit import UNIT_PROPERTIES, parse_unit
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -23,42 +22,41 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.acceptance import live_gate
 from ansible.module_utils.aerie.credentials import forget
-from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of
-from ansible.module_utils.aerie.files import write_atomically
+from ansible.module_utils.aerie.endpoint import endpoint, environment
+from ansible.module_utils.aerie.files import read_text, write_atomically
 from ansible.module_utils.aerie.host_key import LIFETIME_S, HostKeyError, host_key
+from ansible.module_utils.aerie.journal import (
+    ACTIVATE,
+    ACTIVATING,
+    AWAITING,
+    CHECKING,
+    CONFIRMED,
+    CONFIRMING,
+    MEASURING,
+    NOT_RESTORED,
+    REQUESTED,
+    RESTORED,
+    RESTORING,
+    STARTING,
+    STOP,
+    STOPPING,
+    Journal,
+    SwitchError,
+    boot_id,
+)
 from ansible.module_utils.aerie.leftovers import Service
-from ansible.module_utils.aerie.mates import BACK, KEEPS, READY, UNDER_WAY, Mates, note
+from ansible.module_utils.aerie.mates import BACK, KEEPS, READY, Mates
+from ansible.module_utils.aerie.proved import keep
 from ansible.module_utils.aerie.readiness import Budget, Gate
-from ansible.module_utils.aerie.release import ReleaseError, Releases, canonical, parse_settings, running_service
+from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
 
 UNIT = "aerie-switch.service"
-
-# In the first of them nothing of the host's has been changed.
-REQUESTED = "requested"
-STOPPING = "stopping the service"
-CHECKING = "checking hidden states"
-ACTIVATING = "activating the release"
-STARTING = "starting the service"
-MEASURING = "measuring acceptance"
-AWAITING = "awaiting confirmation"
-CONFIRMING = "confirming"
-RESTORING = "restoring the previous release"
-
-# What the other hosts of a replica learn of a phase; of all the others, that the switch is under way.
-_STATES = {AWAITING: READY, CONFIRMING: KEEPS, RESTORING: BACK}
-
-# What the hosts of one replica begin together: to stop the service, and to activate the release.
-STOP, ACTIVATE = "stop", "activate"
-
-CONFIRMED = "confirmed"
-RESTORED = "restored"
-NOT_RESTORED = "not restored"
 
 _POLL_S = 0.2
 _WATCH_S = 2.0
@@ -70,114 +68,8 @@ _HEARD_S, _HEARD_SOON_S = 1.0, 0.5
 _TOLD = ("model", "url", "phase", "elapsed_s", "speculation", "tap_ids_logged")
 # What systemd says of a unit that runs, or that it tries to run.
 _UP = ("active", "activating", "reloading")
-# Room for the journal and the link when the way back is needed on a full disk.
-_BALLAST = bytes(1 << 20)
-
-
-class SwitchError(RuntimeError):
-    """A step that failed; the text says which and why."""
-
-
 # Failures with a text that is meant for users.
 _TOLD_FAILURES = (SwitchError, ReleaseError, HostKeyError, OSError)
-
-
-class Journal:
-    """The state of a switch, in a directory below the root of releases.
-
-    ``journal.json`` is there while a switch is under way, ``last.json`` is that of the last one that ended. Who follows
-    the switch leaves ``confirm`` or ``abort``, with the deployment's id in the first line and a reason in the second.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.directory = root / "switch"
-        self.path = self.directory / "journal.json"
-        self.last_path = self.directory / "last.json"
-        # For the other hosts of the replica, by deployment.
-        self.told_path = self.directory / "told"
-        self._ballast = self.directory / "ballast"
-        self.state: dict[str, Any] = {}
-
-    def load(self) -> bool:
-        """Read the state; return whether a switch is under way."""
-        self.state = _json(self.path)
-        return bool(self.state)
-
-    def last(self) -> dict[str, Any]:
-        """Return the state in which the last switch ended, or nothing."""
-        return _json(self.last_path)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until nobody else is about to begin a switch, and keep others from it."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def open(self, request: Mapping[str, Any]) -> None:
-        """Begin a switch."""
-        # Answers to an earlier switch, and what a killed program was about to write.
-        answers = [self.directory / what for what in ("confirm", "abort", "proceed")]
-        for path in (*answers, *self.directory.glob(".*")):
-            path.unlink(missing_ok=True)
-        self.state = {**request, "phase": REQUESTED, "phases": [], "gates": [], "progress": {}, "boot": boot_id()}
-        try:
-            self._ballast.write_bytes(_BALLAST)
-            self.tell_mates(UNDER_WAY)
-            self.save()
-        except OSError as error:
-            self.give_room()
-            raise SwitchError(f"{self.directory} cannot be written: {error.strerror}. Nothing was restarted") from error
-
-    def save(self) -> None:
-        write_atomically(self.path, canonical(self.state))
-
-    def enter(self, phase: str, **facts: object) -> None:
-        """Note that ``phase`` begins, with what else is known by now. It does not if that cannot be written."""
-        phases = [*self.state["phases"], {"phase": phase, "at": round(time.time(), 2)}]
-        entered = {**self.state, **facts, "phase": phase, "phases": phases, "progress": {}}
-        write_atomically(self.path, canonical(entered))
-        self.state = entered
-        self.tell_mates(_STATES.get(phase, UNDER_WAY))
-
-    def tell_mates(self, state: str) -> None:
-        """Have the other hosts of the replica know how the switch stands here."""
-        if self.state["together"]:
-            note(self.told_path, self.state["deployment"], state)
-
-    def progress(self, facts: Mapping[str, Any]) -> None:
-        """Note how far the phase is, for those who follow. The switch does not depend on it."""
-        if facts != self.state["progress"]:
-            self.state["progress"] = dict(facts)
-            with contextlib.suppress(OSError):
-                self.save()
-
-    def close(self, outcome: str, message: str) -> None:
-        """End the switch."""
-        self.state.update(outcome=outcome, message=message, ended=round(time.time(), 2))
-        self.save()
-        self.give_room()
-        self.tell_mates(KEEPS if outcome == CONFIRMED else BACK)
-        self.path.replace(self.last_path)
-
-    def give_room(self) -> None:
-        self._ballast.unlink(missing_ok=True)
-
-    def told(self, what: str) -> str | None:
-        """Return the reason or step that was given with an answer for this deployment; None if there is no answer."""
-        try:
-            deployment, _, reason = (self.directory / what).read_text().partition("\n")
-        except OSError:
-            return None
-        return reason.strip() if deployment == self.state["deployment"] else None
-
-    def tell(self, what: str, deployment: str, reason: str = "") -> None:
-        """Leave ``confirm``, ``abort`` or ``proceed`` for the program."""
-        write_atomically(self.directory / what, f"{deployment}\n{reason}\n".encode())
 
 
 class Switch:
@@ -310,7 +202,12 @@ class Switch:
         if not numeric:
             return
         self._journal.enter(CHECKING)
-        self._judge(run_numeric(numeric["argv"], numeric["budget_s"]), numeric["mode"])
+        result = run_numeric(numeric["argv"], numeric["budget_s"])
+        self._judge(result, numeric["mode"])
+        if result["verdict"] == "passed" and numeric.get("note"):
+            # A release of the same code need not do it again; where that cannot be noted, it does.
+            with contextlib.suppress(OSError):
+                keep(Path(numeric["note"]), numeric["evidence"], result)
 
     def _activate(self) -> None:
         self._journal.enter(ACTIVATING)
@@ -513,27 +410,6 @@ class Switch:
         return host_key(group=state["user"], lifetime_s=LIFETIME_S + state["start_s_budget"])
 
 
-def whose(state: Mapping[str, Any]) -> str:
-    """Say whose switch is under way, and what its finder can do."""
-    who = f" by {state['who']}" if state["who"] else ""
-    return (
-        f"a switch to release {state['to']['id']} is under way on this host: deployment {state['deployment']}, started"
-        f"{who} at {state['started']}, now {state['phase']}. Wait for its end with -e switch_in_progress=wait, or have "
-        "it undone with -e switch_in_progress=take_over"
-    )
-
-
-def environment(settings: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the variables that the service's process has of these settings: of the environment files among them."""
-    texts = [text or "" for path, text in settings.items() if path.endswith(".env")]
-    return {name: value for text in texts for name, value in parse_settings(text).items()}
-
-
-def endpoint(settings: Mapping[str, str | None]) -> Endpoint:
-    """Return where a service with these settings is asked from its own host."""
-    return endpoint_of(environment(settings))
-
-
 def last_good(releases: Releases, identity: str) -> dict[str, Any] | None:
     """Return the newest live gate that ``identity`` passed on this host, to compare with."""
     for entry in reversed(releases.ledger()):
@@ -573,18 +449,6 @@ def is_enabled(unit: str) -> bool:
     return _output(["systemctl", "is-enabled", unit]).strip() == "enabled"
 
 
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def read_text(path: Path) -> str | None:
-    try:
-        # With its line ends as they are.
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return None
-
-
 def _put(path: Path, text: str | None) -> None:
     """Give a file this text, or have none; touch nothing where it is so already."""
     if text is None:
@@ -592,14 +456,6 @@ def _put(path: Path, text: str | None) -> None:
     elif read_text(path) != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
 
 
 def _output(command: list[str]) -> str:

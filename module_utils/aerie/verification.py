@@ -9,11 +9,10 @@ from typing import Any
 
 from ansible.module_utils.aerie.digest_cache import cached_sha256
 from ansible.module_utils.aerie.drafter import content_digest
-from ansible.module_utils.aerie.files import sha256_file
+from ansible.module_utils.aerie.files import read_text, sha256_file
 from ansible.module_utils.aerie.installed import ADDED, faults, listing, others, stat_digest
 from ansible.module_utils.aerie.release import ReleaseError, Releases, release_id
 from ansible.module_utils.aerie.serving import service_faults
-from ansible.module_utils.aerie.switch import read_text
 
 # What a host remembers of large files that did not change; it may be removed at any time.
 DIGEST_CACHE = Path("/var/cache/aerie/digests.json")

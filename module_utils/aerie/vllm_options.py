@@ -12,10 +12,11 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.source import Refusal
-from ansible.module_utils.aerie.wheel import Package
+from ansible.module_utils.aerie.wheel import Package, package_of_wheel
 
 _ENGINE = "engine/arg_utils.py"
 _SERVE = "entrypoints/cli/serve.py"
@@ -59,6 +60,15 @@ class Options:
         near = difflib.get_close_matches(name, sorted(known), 1, _ALIKE)
         remedy = f"the nearest that it has is {prefix}{near[0]}" if near else "it has none like it"
         return f"vLLM {self.version} has no option {prefix}{name}: {remedy}"
+
+
+def check_options(wheel: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare ``wanted`` with the options of the release in ``wheel``. Raises Refusal where they cannot be read.
+
+    Returns ``vllm_version``, ``known``, the number of its options, and ``problems``, a sentence each.
+    """
+    options = options_of(package_of_wheel(wheel))
+    return {"vllm_version": options.version, "known": len(options.names), "problems": options.problems(wanted)}
 
 
 def options_of(package: Package) -> Options:

@@ -25,10 +25,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of, opener
+from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of, opener, parse_settings
 from ansible.module_utils.aerie.evidence import stack_lines
 from ansible.module_utils.aerie.host_key import HostKeyError, host_key
-from ansible.module_utils.aerie.release import parse_settings
 from ansible.module_utils.aerie.unit import UNIT_PROPERTIES, Unit, parse_unit
 
 # While this unit is active, the service is stopped and started on purpose.

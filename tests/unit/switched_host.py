@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import pytest
 from ansible.module_utils.aerie import switch
 from ansible.module_utils.aerie.host_key import host_key
+from ansible.module_utils.aerie.journal import Journal
 from ansible.module_utils.aerie.leftovers import Service
 from ansible.module_utils.aerie.release import Releases, release_id
 from modules import run_module
@@ -205,7 +206,7 @@ class Host:
         (self.proc / "self").symlink_to("/proc/self")
         self.unit = self.etc / SERVICE
         self.releases = Releases(self.root)
-        self.journal = switch.Journal(self.root)
+        self.journal = Journal(self.root)
         self.programs: list[Program] = []
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]

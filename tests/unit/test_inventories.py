@@ -7,7 +7,6 @@ Ansible ignores a variable that nothing reads, and finds one that nothing sets o
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 import subprocess
@@ -20,12 +19,13 @@ import jinja2
 import jinja2.meta
 import pytest
 import yaml
+from ansible.module_utils.aerie.inventory import known_variables
 
 ROOT = Path(__file__).parents[2]
 INVENTORIES = ("local", "sample")
 SAMPLE = ROOT / "inventory" / "sample"
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir())
-KNOWN: set[str] = importlib.import_module("inventory_check").known_variables(ROOT / "roles")
+KNOWN: set[str] = known_variables(ROOT / "roles")
 ROLE_PREFIXES = tuple(f"{role}_" for role in ROLES)
 
 # What Ansible and Molecule themselves provide to an expression.

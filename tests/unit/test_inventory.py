@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible.module_utils.aerie.inventory import misspelt, shared_addresses
+from ansible.module_utils.aerie.inventory import look_at_inventory, misspelt, shared_addresses
 from hypothesis import given
 from hypothesis import strategies as st
-from modules import run_module
 
 ROOT = Path(__file__).parents[2]
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir())
@@ -169,32 +168,30 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def problems(repository: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> list[str]:  # noqa: ANN401
+def problems(repository: Path, **options: Any) -> list[str]:  # noqa: ANN401
     places = {"roles": str(repository / "roles"), "playbooks": str(repository / "playbooks")}
-    result = run_module("inventory_check", {"variables": {}, "addresses": {}, **places, **options}, capsys)
-    assert (result["failed"], result["changed"]) == (False, False)
+    nothing: dict[str, Any] = {"variables": {}, "addresses": {}, "drafters": {}, "certificates": []}
+    result = look_at_inventory({**nothing, **places, **options})
     return [f"{finding['message']}: {finding['remedy']}" for finding in result["findings"]]
 
 
-def test_a_sound_inventory_has_no_problems(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_inventory_has_no_problems(repository: Path) -> None:
     variables = {"a": ["store_path", "my_own"], "b": ["store_size"]}
-    assert problems(repository, capsys, variables=variables, addresses={"a": "10.0.0.1", "b": "10.0.0.2"}) == []
-    assert problems(repository, capsys) == []
+    assert problems(repository, variables=variables, addresses={"a": "10.0.0.1", "b": "10.0.0.2"}) == []
+    assert problems(repository) == []
 
 
-def test_all_problems_are_reported_with_their_hosts(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_with_their_hosts(repository: Path) -> None:
     variables = {"a": ["store_pth"], "b": ["my_own", "store_pth", "stor_size"]}
-    assert problems(repository, capsys, variables=variables, addresses={"a": "10.0.0.1", "b": "10.0.0.1"}) == [
+    assert problems(repository, variables=variables, addresses={"a": "10.0.0.1", "b": "10.0.0.1"}) == [
         "variable 'stor_size' of b is unknown: did you mean 'store_size'?",
         "variable 'store_pth' of a, b is unknown: did you mean 'store_path'?",
         "a and b have the same address 10.0.0.1: give each host its own, or remove one",
     ]
 
 
-def test_what_roles_and_playbooks_pass_to_each_other_is_known(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert problems(repository, capsys, variables={"a": ["store_listing", "store_summary"]}) == []
+def test_what_roles_and_playbooks_pass_to_each_other_is_known(repository: Path) -> None:
+    assert problems(repository, variables={"a": ["store_listing", "store_summary"]}) == []
 
 
 def inventory_variables(inventory: Path) -> Iterator[str]:
@@ -215,13 +212,13 @@ def inventory_variables(inventory: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["local", "sample"])
-def test_the_inventories_of_the_repository_are_sound(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_inventories_of_the_repository_are_sound(name: str) -> None:
     names = sorted(set(inventory_variables(ROOT / "inventory" / name)))
     assert "drafter_path" in names
-    assert problems(ROOT, capsys, variables={"a": [*names, *ANSIBLES.split()]}) == []
+    assert problems(ROOT, variables={"a": [*names, *ANSIBLES.split()]}) == []
 
 
-def test_what_the_roles_of_the_repository_set_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_roles_of_the_repository_set_is_known() -> None:
     names = ["ml_env_path", "ml_env_wheelhouse", "drafter_result", "target_model_result", "vllm_service_gate"]
-    assert problems(ROOT, capsys, variables={"a": names}) == []
-    assert len(problems(ROOT, capsys, variables={"a": [f"{name}s" for name in names]})) == len(names)
+    assert problems(ROOT, variables={"a": names}) == []
+    assert len(problems(ROOT, variables={"a": [f"{name}s" for name in names]})) == len(names)

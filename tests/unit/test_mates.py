@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie.journal import ACTIVATE, AWAITING, CONFIRMING, STARTING, STOP
 from ansible.module_utils.aerie.mates import BACK, KEEPS, READY, UNDER_WAY, UNITS, Mates, MatesError, note, place_of
 from switched_host import Host, Program, host_below, until
 
@@ -124,31 +125,31 @@ Pair = tuple[Member, Member]
 
 
 def until_ready(pair: Pair) -> None:
-    for step in (switch.STOP, switch.ACTIVATE):
+    for step in (STOP, ACTIVATE):
         for member in pair:
             member.goes(step)
     for member in pair:
-        member.awaits(switch.AWAITING)
+        member.awaits(AWAITING)
 
 
 def test_all_hosts_stop_and_start_together_and_are_confirmed(pair: Pair) -> None:
     head, worker = pair
     pid = head.pid()
     programs = [member.begin() for member in pair]
-    head.waits(switch.STOP)
+    head.waits(STOP)
     assert head.switch("followed")["outcome"] == "waiting"
     # What comes later is not allowed before.
-    assert head.switch("proceeded", step=switch.ACTIVATE, window_s=0)["waits_to"] == switch.STOP
+    assert head.switch("proceeded", step=ACTIVATE, window_s=0)["waits_to"] == STOP
     assert head.pid() == pid
-    head.goes(switch.STOP)
-    head.waits(switch.ACTIVATE)
+    head.goes(STOP)
+    head.waits(ACTIVATE)
     assert (head.pid(), head.releases.current()) == (0, head.before)
     assert worker.serves(worker.before)
-    assert head.switch("proceeded", step=switch.STOP, window_s=0)["outcome"] == "waiting"
-    worker.goes(switch.STOP)
+    assert head.switch("proceeded", step=STOP, window_s=0)["outcome"] == "waiting"
+    worker.goes(STOP)
     for member in pair:
-        member.goes(switch.ACTIVATE)
-        member.awaits(switch.AWAITING)
+        member.goes(ACTIVATE)
+        member.awaits(AWAITING)
         assert member.switch("followed")["waits_to"] == ""
     for member in pair:
         member.switch("confirmed", window_s=0)
@@ -197,7 +198,7 @@ def test_a_confirmed_host_that_waits_may_be_aborted_or_cut_off(pair: Pair) -> No
     for member in pair:
         member.vanish()
     head.switch("confirmed", window_s=0)
-    head.awaits(switch.CONFIRMING)
+    head.awaits(CONFIRMING)
     program.kill()
     head.power_cut()
     program = head.program(boot="another")
@@ -210,7 +211,7 @@ def test_a_confirmed_host_that_waits_may_be_aborted_or_cut_off(pair: Pair) -> No
     assert not worker.keeps()
 
 
-@pytest.mark.parametrize("phase", [switch.AWAITING, switch.CONFIRMING])
+@pytest.mark.parametrize("phase", [AWAITING, CONFIRMING])
 def test_both_end_alike_wherever_one_is_killed_once_it_may_be_confirmed(pair: Pair, phase: str) -> None:
     head, worker = pair
     outcomes = []
@@ -240,11 +241,11 @@ def test_both_end_alike_wherever_one_is_killed_once_it_may_be_confirmed(pair: Pa
 
 
 def until_ready_or_dead(pair: Pair, struck: Program) -> None:
-    for step in (switch.STOP, switch.ACTIVATE):
+    for step in (STOP, ACTIVATE):
         for member in pair:
             member.goes(step)
-    until(lambda: not struck.runs() or (pair[1].journal.load() and pair[1].journal.state["phase"] == switch.AWAITING))
-    until(lambda: not pair[0].journal.load() or pair[0].journal.state["phase"] not in (switch.STARTING,))
+    until(lambda: not struck.runs() or (pair[1].journal.load() and pair[1].journal.state["phase"] == AWAITING))
+    until(lambda: not pair[0].journal.load() or pair[0].journal.state["phase"] not in (STARTING,))
 
 
 @pytest.mark.parametrize("failed", [0, 1])
@@ -252,7 +253,7 @@ def test_a_host_whose_mate_failed_goes_back_early(pair: Pair, failed: int) -> No
     other = pair[1 - failed]
     programs = [member.begin(die=member is not other, silent=member is other) for member in pair]
     began = time.monotonic()
-    for step in (switch.STOP, switch.ACTIVATE):
+    for step in (STOP, ACTIVATE):
         for member in pair:
             member.goes(step)
     assert [program.wait() for program in programs] == [0, 0]
@@ -262,41 +263,41 @@ def test_a_host_whose_mate_failed_goes_back_early(pair: Pair, failed: int) -> No
     assert pair[failed].end()["failed_gate"] == "health"
     address = pair[failed].address
     assert other.end()["reason"] == f"another host of the replica ({address}) has its previous release back"
-    assert other.end()["failed_phase"] == switch.STARTING
+    assert other.end()["failed_phase"] == STARTING
 
 
-@pytest.mark.parametrize("step", [switch.STOP, switch.ACTIVATE])
+@pytest.mark.parametrize("step", [STOP, ACTIVATE])
 @pytest.mark.parametrize("ends", ["silence", "abort", "kill"])
 def test_a_host_that_hears_no_more_of_the_others_goes_back(pair: Pair, step: str, ends: str) -> None:
     head, _ = pair
     pid = head.pid()
     program = head.begin(budget_s=0.5 if ends == "silence" else 20)
-    head.waits(switch.STOP)
-    if step == switch.ACTIVATE:
-        head.goes(switch.STOP)
-        head.waits(switch.ACTIVATE)
+    head.waits(STOP)
+    if step == ACTIVATE:
+        head.goes(STOP)
+        head.waits(ACTIVATE)
     if ends == "kill":
         program.kill()
         program = head.program()
-    if ends == "kill" and step == switch.STOP:
+    if ends == "kill" and step == STOP:
         # Nothing was done yet: it waits again.
-        head.waits(switch.STOP)
-    if ends == "abort" or (ends == "kill" and step == switch.STOP):
+        head.waits(STOP)
+    if ends == "abort" or (ends == "kill" and step == STOP):
         head.switch("aborted", reason="another host failed", window_s=0)
     assert program.wait() == 0
     assert {"silence": "nothing was heard", "abort": "another host", "kill": ""}[ends] in head.end()["reason"]
     assert not head.keeps()
-    assert (head.pid() == pid) == (step == switch.STOP)
+    assert (head.pid() == pid) == (step == STOP)
 
 
 def test_a_mate_that_is_lost_while_it_starts_is_not_waited_for(pair: Pair) -> None:
     head, worker = pair
     program = head.begin(budget_s=1, silent=True)
     worker.begin(silent=True)
-    for step in (switch.STOP, switch.ACTIVATE):
+    for step in (STOP, ACTIVATE):
         for member in pair:
             member.goes(step)
-    head.awaits(switch.STARTING)
+    head.awaits(STARTING)
     worker.vanish()
     assert program.wait() == 0
     assert head.end()["reason"] == f"nothing was heard of another host of the replica ({worker.address}) for 1 s"
@@ -313,7 +314,7 @@ def test_a_previous_release_that_lacks_a_host_is_not_waited_for(pair: Pair) -> N
         Path(path).write_text(text)
     program = head.begin(budget_s=1, die=True)
     worker.begin()
-    for step in (switch.STOP, switch.ACTIVATE):
+    for step in (STOP, ACTIVATE):
         for member in pair:
             member.goes(step)
     worker.vanish()
@@ -331,10 +332,10 @@ def test_a_host_that_is_ready_waits_for_one_that_takes_longer(pair: Pair) -> Non
     head, worker = pair
     programs = [head.begin(), worker.begin(budget_s=0.5, mates=False)]
     head.hold("start")
-    for step in (switch.STOP, switch.ACTIVATE):
+    for step in (STOP, ACTIVATE):
         for member in pair:
             member.goes(step)
-    worker.awaits(switch.AWAITING)
+    worker.awaits(AWAITING)
     head.held()
     since = time.monotonic()
     until(lambda: time.monotonic() - since > 1.5)
@@ -361,7 +362,7 @@ def test_a_host_that_serves_the_release_already_counts_as_one_that_keeps_it(pair
     found = head.start(aim, settings=head.settings(**settings), together=[worker.address])
     assert found["outcome"] == "unchanged"
     program = worker.begin()
-    worker.goes(switch.STOP, switch.ACTIVATE)
+    worker.goes(STOP, ACTIVATE)
     assert program.wait() == 0
     assert worker.keeps()
 

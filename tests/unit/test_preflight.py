@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 from ansible.module_utils.aerie.preflight import (
     Model,
+    check_account,
     check_build_tools,
     check_libraries,
     check_python,
     check_unit,
+    has_account,
     look_at_model,
 )
 from ansible.module_utils.aerie.target import Reader
@@ -32,6 +35,23 @@ def program(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+# -------------------------------------------------------------------------------------------------------------- account
+
+
+def test_an_account_of_others_is_not_taken_over() -> None:
+    home = pwd.getpwnam("daemon").pw_dir
+    assert messages(check_account("daemon", "/var/lib/vllm")) == [
+        f"vllm_service_user is daemon, an account with the home {home} that Aerie did not create: choose another name"
+    ]
+    assert has_account("daemon")
+
+
+def test_an_account_that_is_missing_or_our_own_is_fine() -> None:
+    assert messages(check_account("daemon", pwd.getpwnam("daemon").pw_dir)) == []
+    assert messages(check_account("nobody-has-this-name", "/var/lib/vllm")) == []
+    assert not has_account("nobody-has-this-name")
 
 
 # --------------------------------------------------------------------------------------------------------------- python

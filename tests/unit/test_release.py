@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils.aerie.endpoint import parse_settings
 from ansible.module_utils.aerie.installed import stat_digest
+from ansible.module_utils.aerie.journal import Journal
 from ansible.module_utils.aerie.release import (
     ReleaseError,
     Releases,
     canonical,
-    parse_settings,
     release_id,
     running_service,
 )
-from ansible.module_utils.aerie.switch import Journal
 from hypothesis import given
 from hypothesis import strategies as st
 from modules import run_module
@@ -471,7 +471,7 @@ def test_the_releases_that_served_last_stay(host: Host) -> None:
     assert prune(host, 3) == []
 
 
-def test_what_is_known_about_patched_files_goes_with_their_release(host: Host) -> None:
+def test_what_is_known_about_a_release_goes_with_it(host: Host) -> None:
     kept, doomed = host.activate(staged(host, 2)), staged(host, 1)
     packages = {
         "kept": host.releases.path(kept).resolve() / "venv/vllm",
@@ -484,8 +484,11 @@ def test_what_is_known_about_patched_files_goes_with_their_release(host: Host) -
     for name, package in packages.items():
         (host.root / "patched" / f"{name}.json").write_text(json.dumps({"package_dir": str(package)}))
     (host.root / "patched" / "damaged.json").write_text("{")
+    (host.root / "proved").mkdir()
+    for name in (kept, doomed):
+        (host.root / "proved" / f"{name}.json").write_text("{}")
     records = ["patched/doomed.json", "patched/gone.json"]
-    assert prune(host, 1) == [f"staged/{doomed}.json", f"releases/{doomed}", *records]
+    assert prune(host, 1) == [f"proved/{doomed}.json", f"staged/{doomed}.json", f"releases/{doomed}", *records]
 
 
 def test_what_removed_releases_compiled_goes_with_them(host: Host) -> None:

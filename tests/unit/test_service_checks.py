@@ -31,7 +31,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a reserved option": ({"vllm_service_options": {"api_key": "x"}}, "vllm_service_options has api_key"),
     "a target in /home": ({"target_model_path": "/home/ada/kimi"}, "does not see /home"),
     "a short key": ({"vllm_service_api_keys": {"ada": "short"}}, "at least 16 printable characters"),
-    "somebody's account": ({"vllm_service_user": "daemon"}, "an account with the home"),
     "no key on an address": ({"vllm_service_api_keys": {}}, "vllm_service_host is 10.0.0.1, which others reach"),
     "no key on all": ({"vllm_service_api_keys": {}, "vllm_service_host": "0.0.0.0"}, "which others reach"),
     "no key on loopback": ({"vllm_service_api_keys": {}, "vllm_service_host": "127.0.0.1"}, ""),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie.journal import AWAITING
 from modules import run_module
 from switched_host import Host, host_below
 
@@ -110,11 +110,11 @@ def test_a_switch_that_is_under_way_is_told(host: Watched) -> None:
     new = host.stage("two")
     host.start(new, who="somebody")
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     found = host.status()
     assert found["switch"]["to"] == new
-    assert (found["switch"]["who"], found["switch"]["phase"]) == ("somebody", switch.AWAITING)
-    assert found["problems"] == [f"a switch to {new} is under way (deployment second: {switch.AWAITING})"]
+    assert (found["switch"]["who"], found["switch"]["phase"]) == ("somebody", AWAITING)
+    assert found["problems"] == [f"a switch to {new} is under way (deployment second: {AWAITING})"]
     host.switch("confirmed")
     assert program.wait() == 0
     assert (host.status()["switch"], host.status()["deployment"]) == (None, "second")

@@ -19,6 +19,19 @@ from typing import Any
 
 import pytest
 from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie.journal import (
+    ACTIVATING,
+    AWAITING,
+    CHECKING,
+    CONFIRMING,
+    MEASURING,
+    REQUESTED,
+    RESTORING,
+    STARTING,
+    STOP,
+    STOPPING,
+)
+from ansible.module_utils.aerie.proved import known
 from switched_host import SERVICE, Host, Program, host_below, until
 
 START = ["daemon-reload", f"reset-failed {SERVICE}", f"enable {SERVICE}", f"start {SERVICE}"]
@@ -45,7 +58,7 @@ def last(host: Host) -> dict[str, Any]:
 
 
 def confirm(host: Host) -> dict[str, Any]:
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     return host.switch("confirmed", window_s=20)
 
 
@@ -70,9 +83,9 @@ def test_a_release_is_switched_to_and_kept(host: Host, old: str) -> None:
     assert host.calls() == ["daemon-reload", f"enable {switch.UNIT}", f"start --no-block {switch.UNIT}"]
     assert host.pid() == before
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     ready = host.switch("followed")
-    assert (ready["outcome"], ready["phase"], ready["changed"]) == ("ready", switch.AWAITING, False)
+    assert (ready["outcome"], ready["phase"], ready["changed"]) == ("ready", AWAITING, False)
     assert host.serves(new)
     assert confirm(host)["outcome"] == "confirmed"
     assert program.wait() == 0
@@ -88,11 +101,11 @@ def test_a_release_is_switched_to_and_kept(host: Host, old: str) -> None:
     assert [(gate["gate"], gate["verdict"]) for gate in kept["gates"]] == [("health", "passed")]
     assert 0 < kept["start_s"] <= kept["downtime_s"] < 60
     assert [at["phase"] for at in host.journal.last()["phases"]] == [
-        switch.STOPPING,
-        switch.ACTIVATING,
-        switch.STARTING,
-        switch.AWAITING,
-        switch.CONFIRMING,
+        STOPPING,
+        ACTIVATING,
+        STARTING,
+        AWAITING,
+        CONFIRMING,
     ]
 
 
@@ -109,7 +122,7 @@ def test_a_secret_that_was_replaced_stays_as_long_as_it_may_be_needed(host: Host
     host.start(new, settings={**host.settings(), drop_in: wanted}, start_budget_s=3 if fails else 20)
     program = host.program()
     if not fails:
-        host.awaits(switch.AWAITING)
+        host.awaits(AWAITING)
         assert before.exists()
         assert confirm(host)["outcome"] == "confirmed"
     assert program.wait() == 0
@@ -225,21 +238,21 @@ NOT_READY = "start may take 0 s|was not ready after 0.2 s"
 NUMERIC_FAILED = '{"gate": "numeric", "verdict": "failed", "message": "tap 2 differs"}'
 FAILURES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str | None]] = {
     # What the release does, what the switch is told, and: which phase, why, and at which gate it failed.
-    "numeric": ({}, {"numeric": numeric(NUMERIC_FAILED)}, switch.CHECKING, "tap 2 differs", "numeric"),
-    "died": ({"die": True}, {}, switch.STARTING, "vLLM on .* did not start: ", "health"),
-    "never healthy": ({"health": 503}, {"start_budget_s": 0.2}, switch.STARTING, NOT_READY, "health"),
-    "other model": ({"model": "llama"}, {}, switch.STARTING, "serves llama, expected kimi", "health"),
-    "no token": ({"silent": True}, {"start_budget_s": 0.2}, switch.STARTING, NOT_READY, "health"),
+    "numeric": ({}, {"numeric": numeric(NUMERIC_FAILED)}, CHECKING, "tap 2 differs", "numeric"),
+    "died": ({"die": True}, {}, STARTING, "vLLM on .* did not start: ", "health"),
+    "never healthy": ({"health": 503}, {"start_budget_s": 0.2}, STARTING, NOT_READY, "health"),
+    "other model": ({"model": "llama"}, {}, STARTING, "serves llama, expected kimi", "health"),
+    "no token": ({"silent": True}, {"start_budget_s": 0.2}, STARTING, NOT_READY, "health"),
     "no draft accepted": (
         {"depth": 2},
         {"live": {"mode": "enforce", "config": {"prompts": ["x"] * 6, "concurrency": 1}}},
-        switch.MEASURING,
+        MEASURING,
         "acceptance",
         "live",
     ),
     # Whatever goes wrong, and be it in the program.
-    "no verdict": ({}, {"numeric": numeric('{"gate": "numeric"}')}, switch.CHECKING, "KeyError: 'verdict'", None),
-    "nobody confirms": ({}, {"confirm_budget_s": 0.05}, switch.AWAITING, "nobody confirmed the release within", None),
+    "no verdict": ({}, {"numeric": numeric('{"gate": "numeric"}')}, CHECKING, "KeyError: 'verdict'", None),
+    "nobody confirms": ({}, {"confirm_budget_s": 0.05}, AWAITING, "nobody confirmed the release within", None),
 }
 
 
@@ -257,7 +270,7 @@ def test_a_release_that_fails_makes_way_for_the_old_one(host: Host, old: str, na
     assert (end["outcome"], end["switch"]["message"]) == ("restored", f"release {old} serves again")
     assert (end["switch"]["failed_phase"], end["switch"].get("failed_gate")) == (phase, gate)
     assert re.search(reason, end["switch"]["reason"])
-    assert host.actions() == ([] if phase == switch.CHECKING else ["activate", "restore"])
+    assert host.actions() == ([] if phase == CHECKING else ["activate", "restore"])
     after = host.tree()
     assert {path: after[path] for path in before if not path.endswith("ledger.jsonl")} == {
         path: content for path, content in before.items() if not path.endswith("ledger.jsonl")
@@ -273,7 +286,7 @@ def test_a_systemctl_that_fails_is_quoted(host: Host, old: str, verb: str) -> No
     host.held()
     host.fail(verb)
     host.release(verb)
-    until(lambda: host.journal.load() and host.journal.state["phase"] == switch.RESTORING)
+    until(lambda: host.journal.load() and host.journal.state["phase"] == RESTORING)
     host.mend(verb)
     assert program.wait() == 0
     end = last(host)
@@ -307,7 +320,7 @@ def test_a_service_that_leaves_something_behind_is_not_followed_by_another(host:
     host.release("daemon-reload")
     assert program.wait() == 0
     end = last(host)
-    assert (end["outcome"], end["switch"]["failed_phase"]) == ("restored", switch.STOPPING)
+    assert (end["outcome"], end["switch"]["failed_phase"]) == ("restored", STOPPING)
     assert end["switch"]["reason"].endswith(f"this remains of it: somebody listens on 127.0.0.1:{host.port}")
     assert host.serves(old)
     assert host.actions() == []
@@ -332,6 +345,32 @@ def test_what_a_numeric_check_says_of_itself_is_kept(host: Host, old: str) -> No
     assert confirm(host)["outcome"] == "confirmed"
     assert program.wait() == 0
     assert last(host)["switch"]["gates"][0] == {**json.loads(passed), "mode": "enforce"}
+
+
+def test_a_numeric_check_that_passed_is_noted_for_releases_of_the_same_code(host: Host, old: str) -> None:
+    note = host.root / "proved" / "new.json"
+    passed = {"gate": "numeric", "verdict": "passed", "message": ""}
+    host.start(host.stage("new"), numeric={**numeric(json.dumps(passed)), "note": str(note), "evidence": "e"})
+    program = host.program()
+    assert confirm(host)["outcome"] == "confirmed"
+    assert program.wait() == 0
+    found = known(note, "e")
+    assert found is not None
+    assert (found["result"], found["by"]) == (passed, "new")
+
+
+@pytest.mark.parametrize("verdict", ["failed", "not_run", "passed"])
+def test_one_that_cannot_be_noted_or_did_not_pass_leaves_no_note(host: Host, old: str, verdict: str) -> None:
+    folder = host.root / "proved"
+    if verdict == "passed":
+        folder.write_text("no directory\n")
+    text = json.dumps({"gate": "numeric", "verdict": verdict, "message": ""})
+    order = {**numeric(text), "mode": "advisory", "note": str(folder / "new.json"), "evidence": "e"}
+    host.start(host.stage("new"), numeric=order)
+    program = host.program()
+    assert confirm(host)["outcome"] == "confirmed"
+    assert program.wait() == 0
+    assert not folder.is_dir()
 
 
 @pytest.mark.parametrize(
@@ -359,7 +398,7 @@ def test_a_gate_that_only_advises_ends_nothing(host: Host, old: str) -> None:
 def test_a_service_that_dies_while_it_waits_is_not_kept(host: Host, old: str) -> None:
     host.start(host.stage("new"))
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     os.kill(host.pid(), signal.SIGKILL)
     assert program.wait() == 0
     assert last(host)["switch"]["reason"] == "the service ended while it waited for confirmation"
@@ -454,7 +493,7 @@ def explore(run: Callable[[int], bool]) -> int:
 
 def confirmed(host: Host, program: Program) -> int:
     """Confirm what this program brings as soon as it asks, if it does; return how it ended."""
-    until(lambda: not program.runs() or (host.journal.load() and host.journal.state["phase"] == switch.AWAITING))
+    until(lambda: not program.runs() or (host.journal.load() and host.journal.state["phase"] == AWAITING))
     if program.runs():
         host.journal.tell("confirm", host.journal.state["deployment"])
     return program.wait()
@@ -492,12 +531,12 @@ def test_a_program_that_is_killed_at_any_step_leaves_the_old_or_the_new_release(
     steps = explore(run)
     assert steps >= 20
     assert killed_in >= {
-        switch.REQUESTED,
-        switch.STOPPING,
-        switch.ACTIVATING,
-        switch.STARTING,
-        switch.AWAITING,
-        switch.CONFIRMING,
+        REQUESTED,
+        STOPPING,
+        ACTIVATING,
+        STARTING,
+        AWAITING,
+        CONFIRMING,
     }
 
 
@@ -507,7 +546,7 @@ def test_a_restore_that_is_killed_at_any_step_is_finished(host: Host, old: str) 
 
     def run(step: int) -> bool:
         host.start(new, settings=host.settings(TOY="2"), deployment=f"at {step}")
-        died = host.program(die_at=step, after=switch.RESTORING).wait() == -signal.SIGKILL
+        died = host.program(die_at=step, after=RESTORING).wait() == -signal.SIGKILL
         if died:
             pid, was_over = host.pid(), host.journal.load() and "outcome" in host.journal.state
             assert host.program().wait() == 0
@@ -515,7 +554,7 @@ def test_a_restore_that_is_killed_at_any_step_is_finished(host: Host, old: str) 
             assert host.pid() == pid or not was_over
             over.append(was_over)
         end = host.journal.last()
-        assert (end["outcome"], end["failed_phase"], end["failed_gate"]) == ("restored", switch.STARTING, "health")
+        assert (end["outcome"], end["failed_phase"], end["failed_gate"]) == ("restored", STARTING, "health")
         assert "did not start" in end["reason"]
         assert host.serves(old)
         assert (host.etc / "vllm.env").read_text() == host.settings()[str(host.etc / "vllm.env")]
@@ -533,7 +572,7 @@ def test_a_first_release_is_undone_from_wherever_its_undoing_was_killed(host: Ho
 
     def run(step: int) -> bool:
         host.start(new, deployment=f"at {step}")
-        died = host.program(die_at=step, after=switch.RESTORING).wait() == -signal.SIGKILL
+        died = host.program(die_at=step, after=RESTORING).wait() == -signal.SIGKILL
         if died:
             assert host.program().wait() == 0
         assert nothing_serves(host)
@@ -545,21 +584,19 @@ def test_a_first_release_is_undone_from_wherever_its_undoing_was_killed(host: Ho
     assert explore(run) >= 8
 
 
-@pytest.mark.parametrize(
-    "phase", [switch.REQUESTED, switch.STOPPING, switch.ACTIVATING, switch.STARTING, switch.AWAITING]
-)
+@pytest.mark.parametrize("phase", [REQUESTED, STOPPING, ACTIVATING, STARTING, AWAITING])
 def test_after_a_reboot_the_old_release_is_there_before_anything_starts(
     host: Host, old: str, phase: str, tmp_path: Path
 ) -> None:
     new = host.stage("new")
     host.start(new)
-    if phase == switch.AWAITING:
+    if phase == AWAITING:
         program = host.program()
         host.awaits(phase)
         program.kill()
-    elif phase != switch.REQUESTED:
+    elif phase != REQUESTED:
         # ACTIVATING: in the middle of it.
-        assert host.program(die_at=4 if phase == switch.ACTIVATING else 1, after=phase).wait() == -signal.SIGKILL
+        assert host.program(die_at=4 if phase == ACTIVATING else 1, after=phase).wait() == -signal.SIGKILL
     host.power_cut()
     host.journal.load()
     assert host.journal.state["phase"] == phase
@@ -568,7 +605,7 @@ def test_after_a_reboot_the_old_release_is_there_before_anything_starts(
         systemd.setblocking(False)
         host.hold("reset-failed")
         program = host.program(boot="another", notify=tmp_path / "notify")
-        if phase != switch.REQUESTED:
+        if phase != REQUESTED:
             host.held()
             assert host.releases.is_active(old, host.unit)
             with pytest.raises(BlockingIOError):
@@ -578,7 +615,7 @@ def test_after_a_reboot_the_old_release_is_there_before_anything_starts(
         assert systemd.recv(99) == b"READY=1"
     end = last(host)
     assert (end["outcome"], end["switch"]["reason"]) == ("restored", f"the host was rebooted while {phase}")
-    if phase == switch.REQUESTED:
+    if phase == REQUESTED:
         # systemd starts it, as always.
         assert host.pid() == 0
         assert host.releases.is_active(old, host.unit)
@@ -603,43 +640,41 @@ def test_a_program_that_starts_again_is_up_at_once_if_there_is_nothing_to_decide
 # ------------------------------------------------------------------------------------------------- answers from outside
 
 
-@pytest.mark.parametrize(
-    "phase", [switch.REQUESTED, switch.STOPPING, switch.CHECKING, switch.STARTING, switch.AWAITING]
-)
+@pytest.mark.parametrize("phase", [REQUESTED, STOPPING, CHECKING, STARTING, AWAITING])
 def test_a_switch_that_is_aborted_is_undone(host: Host, old: str, phase: str) -> None:
     checks = {"mode": "enforce", "argv": ["/bin/sh", "-c", f"cat {host.etc}/wait; echo '{NUMERIC_FAILED}'"]}
-    arguments: dict[str, Any] = {"numeric": {**checks, "budget_s": 20}} if phase == switch.CHECKING else {}
+    arguments: dict[str, Any] = {"numeric": {**checks, "budget_s": 20}} if phase == CHECKING else {}
     os.mkfifo(host.etc / "wait")
     before = host.pid()
-    host.start(host.stage("new", silent=phase == switch.STARTING), **arguments)
-    verb = {switch.STOPPING: "stop"}.get(phase)
+    host.start(host.stage("new", silent=phase == STARTING), **arguments)
+    verb = {STOPPING: "stop"}.get(phase)
     if verb:
         host.hold(verb)
-    program = None if phase == switch.REQUESTED else host.program()
+    program = None if phase == REQUESTED else host.program()
     host.awaits(phase)
     aborted = host.switch("aborted", reason="changed my mind", window_s=0)
-    assert (aborted["changed"], aborted["outcome"]) == (False, "ready" if phase == switch.AWAITING else "under way")
+    assert (aborted["changed"], aborted["outcome"]) == (False, "ready" if phase == AWAITING else "under way")
     if verb:
         host.release(verb)
-    if phase == switch.CHECKING:
+    if phase == CHECKING:
         (host.etc / "wait").write_text("")
     assert (program or host.program()).wait() == 0
     end = last(host)
-    reason = "tap 2 differs" if phase == switch.CHECKING else "changed my mind"
+    reason = "tap 2 differs" if phase == CHECKING else "changed my mind"
     assert (end["outcome"], end["switch"]["reason"]) == ("restored", reason)
     assert host.serves(old)
-    assert (host.pid() == before) == (phase == switch.REQUESTED)
+    assert (host.pid() == before) == (phase == REQUESTED)
 
 
 def test_an_abort_after_the_confirmation_is_too_late(host: Host, old: str) -> None:
     new = host.stage("new")
     host.start(new)
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     with (host.root / "ledger.jsonl").open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         host.switch("confirmed", window_s=0)
-        host.awaits(switch.CONFIRMING)
+        host.awaits(CONFIRMING)
         assert host.switch("aborted", window_s=0)["outcome"] == "under way"
     assert program.wait() == 0
     assert last(host)["outcome"] == "confirmed"
@@ -669,9 +704,9 @@ def test_answers_to_an_earlier_switch_count_for_nothing(host: Host, old: str) ->
 def test_check_mode_tells_the_program_nothing(host: Host, old: str) -> None:
     host.start(host.stage("new"))
     host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     for state in ("confirmed", "aborted", "proceeded"):
-        assert host.switch(state, check_mode=True, window_s=0, step=switch.STOP)["outcome"] == "ready"
+        assert host.switch(state, check_mode=True, window_s=0, step=STOP)["outcome"] == "ready"
         assert not (host.journal.directory / state.removesuffix("ed")).exists()
 
 
@@ -694,7 +729,7 @@ def test_a_switch_that_is_under_way_says_whose_it_is(host: Host, old: str) -> No
         refused = host.start(third, check_mode, deployment="third")
         assert re.fullmatch(
             f"a switch to release {new} is under way on this host: deployment second, started by ann@desk at "
-            rf"20\S+Z, now {switch.REQUESTED}\. Wait for its end with -e switch_in_progress=wait, or have it undone "
+            rf"20\S+Z, now {REQUESTED}\. Wait for its end with -e switch_in_progress=wait, or have it undone "
             "with -e switch_in_progress=take_over",
             refused["msg"],
         )
@@ -715,7 +750,7 @@ def test_a_switch_is_taken_over(host: Host, old: str) -> None:
     new, third = host.stage("new"), host.stage("third")
     host.start(new)
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     assert until_started(host, third, "take_over")["outcome"] == "started"
     assert program.wait() == 0
     # Who followed the first one learns of its end, although another is under way.
@@ -723,7 +758,7 @@ def test_a_switch_is_taken_over(host: Host, old: str) -> None:
     assert (end["outcome"], end["switch"]["reason"]) == ("restored", "deployment third took over")
     assert host.switch("followed", deployment="fourth", window_s=0)["outcome"] == "in progress"
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     assert host.switch("confirmed", deployment="third", window_s=20)["outcome"] == "confirmed"
     assert program.wait() == 0
     assert host.serves(third)
@@ -735,7 +770,7 @@ def test_the_end_of_a_switch_is_waited_for(host: Host, old: str) -> None:
     new, third = host.stage("new"), host.stage("third")
     host.start(new)
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     assert host.start(third, deployment="third", in_progress="wait", window_s=0)["outcome"] == "in progress"
     host.journal.tell("confirm", "second")
     started = until_started(host, third, "wait")
@@ -862,7 +897,7 @@ def fill_before_the_program_runs(host: Host, old: str, disk: Disk) -> None:
 def fill_before_the_confirmation(host: Host, old: str, disk: Disk) -> None:
     host.start(host.stage("new"))
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     disk.fill()
     os.mkfifo(host.etc / "confirm")
     # Ansible would have no room to say it, either: it is said from another file system.
@@ -870,7 +905,7 @@ def fill_before_the_confirmation(host: Host, old: str, disk: Disk) -> None:
     (host.etc / "confirm").write_text("second\n")
     assert program.wait() == 0
     end = host.journal.last()
-    assert (end["outcome"], end["failed_phase"]) == ("restored", switch.AWAITING)
+    assert (end["outcome"], end["failed_phase"]) == ("restored", AWAITING)
     assert host.serves(old)
     assert host.actions() == ["activate", "restore"]
 
@@ -883,7 +918,7 @@ def await_touch(path: Path) -> None:
 def fill_for_good(host: Host, old: str, disk: Disk) -> None:
     host.start(host.stage("new"))
     program = host.program()
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     ledger = host.root / "ledger.jsonl"
     with ledger.open("ab") as stream:
         # Its next line needs a page of its own.
@@ -903,7 +938,7 @@ def fill_for_good(host: Host, old: str, disk: Disk) -> None:
     assert program.wait() == 0
     assert "disk_full" not in host.switch("followed", window_s=0)
     end = host.journal.last()
-    assert (host.pid(), end["outcome"], end["failed_phase"]) == (pid, "restored", switch.AWAITING)
+    assert (host.pid(), end["outcome"], end["failed_phase"]) == (pid, "restored", AWAITING)
     assert [entry["action"] for entry in host.releases.ledger()][-2:] == ["activate", "restore"]
 
 
@@ -915,7 +950,7 @@ def a_ledger_too_large(host: Host, old: str) -> None:
     before = (host.root / "ledger.jsonl").read_bytes()
     assert host.program(largest=len(before) + 10).wait() == 0
     end = last(host)
-    assert (end["outcome"], end["switch"]["failed_phase"]) == ("restored", switch.ACTIVATING)
+    assert (end["outcome"], end["switch"]["failed_phase"]) == ("restored", ACTIVATING)
     assert "File too large" in end["switch"]["reason"]
     assert (host.root / "ledger.jsonl").read_bytes() == before
     assert host.serves(old)
@@ -948,12 +983,12 @@ def test_a_confirmation_that_cannot_be_noted_is_noted_later(host: Host, old: str
     host.start(new)
     # Room for one line.
     program = host.program(largest=size + 300)
-    host.awaits(switch.AWAITING)
+    host.awaits(AWAITING)
     host.switch("confirmed", window_s=0)
     # systemd starts it again.
     assert program.wait() == 70
     assert host.serves(new)
-    host.awaits(switch.CONFIRMING)
+    host.awaits(CONFIRMING)
     assert host.program().wait() == 0
     assert last(host)["outcome"] == "confirmed"
     assert host.actions() == ["activate", "confirm"]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie.source import Refusal
-from ansible.module_utils.aerie.vllm_options import options_of
+from ansible.module_utils.aerie.vllm_options import check_options, options_of
 from ansible.module_utils.aerie.wheel import package_of_wheel
-from modules import run_module
 
 ENGINE = """
 @dataclass
@@ -138,15 +137,13 @@ def test_a_source_of_another_shape_is_refused_with_the_remedy(tmp_path: Path) ->
         options_of(package_of_wheel(broken))
 
 
-def test_the_module_names_every_problem_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(wheel(tmp_path))
-    good = run_module("vllm_options_check", {"wheel": path, "options": {"max-model-len": 1}}, capsys)
-    assert (good["failed"], good["changed"], good["vllm_version"], good["known"]) == (False, False, "0.99.0", 14)
-    bad = run_module("vllm_options_check", {"wheel": path, "options": {"max-modl-len": 1, "porl": 2}}, capsys)
-    assert bad["failed"] is True
-    assert bad["msg"] == (
-        "vLLM 0.99.0 has no option max-modl-len: the nearest that it has is max-model-len. "
-        "vLLM 0.99.0 has no option porl: the nearest that it has is port. Correct the service's options."
-    )
-    missing = run_module("vllm_options_check", {"wheel": "/nowhere.whl", "options": {}}, capsys)
-    assert "/nowhere.whl cannot be read as a wheel" in missing["msg"]
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    path = wheel(tmp_path)
+    good = check_options(path, {"max-model-len": 1})
+    assert good == {"vllm_version": "0.99.0", "known": 14, "problems": []}
+    assert check_options(path, {"max-modl-len": 1, "porl": 2})["problems"] == [
+        "vLLM 0.99.0 has no option max-modl-len: the nearest that it has is max-model-len",
+        "vLLM 0.99.0 has no option porl: the nearest that it has is port",
+    ]
+    with pytest.raises(Refusal, match=r"/nowhere\.whl cannot be read as a wheel"):
+        check_options(Path("/nowhere.whl"), {})

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie import watchdog
-from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of
+from ansible.module_utils.aerie.endpoint import Endpoint, endpoint_of, parse_settings
 from ansible.module_utils.aerie.host_key import host_key
-from ansible.module_utils.aerie.release import parse_settings
 from ansible.module_utils.aerie.watchdog import Look, Memory, progress_mark, remember, requests_in_flight
 from hypothesis import given
 from hypothesis import strategies as st

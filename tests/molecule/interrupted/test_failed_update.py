@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie.journal import RESTORED
 from fleet import SERVICE, Machine
 from scenario import Run
 from traffic import Traffic
@@ -46,7 +46,7 @@ def test_a_bad_release_is_undone(
     assert f"{served} serves again" in run.messages
     assert "Not touched: right." in run.messages
 
-    assert fleet["left"].last()["outcome"] == switch.RESTORED
+    assert fleet["left"].last()["outcome"] == RESTORED
     assert fleet["left"].served().release == served
     assert fleet["right"].pids(SERVICE) == untouched
     assert fleet["gate"].gateway() == {"left": "UP", "right": "UP"}

@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie.journal import (
+    ACTIVATING,
+    AWAITING,
+    CONFIRMED,
+    CONFIRMING,
+    MEASURING,
+    REQUESTED,
+    RESTORED,
+    RESTORING,
+    STARTING,
+    STOPPING,
+)
 from fleet import HOME, SERVICE, Machine, await_point, await_that
 from scenario import INVENTORY, ROOT, Run
 from traffic import Traffic
@@ -69,15 +80,15 @@ def phase(name: str) -> Callable[[Scene], bool]:
 
 
 def logged(text: str) -> Callable[[Scene], bool]:
-    return lambda scene: scene.struck.phase() == switch.STARTING and text in scene.struck.log()
+    return lambda scene: scene.struck.phase() == STARTING and text in scene.struck.log()
 
 
 def stopped(scene: Scene) -> bool:
-    return scene.struck.phase() == switch.STOPPING and not scene.struck.pids(SERVICE)
+    return scene.struck.phase() == STOPPING and not scene.struck.pids(SERVICE)
 
 
 def activated(scene: Scene) -> bool:
-    return scene.struck.phase() == switch.ACTIVATING and scene.struck.current() != scene.before
+    return scene.struck.phase() == ACTIVATING and scene.struck.current() != scene.before
 
 
 def confirmed(scene: Scene) -> bool:
@@ -89,20 +100,20 @@ POINTS = {
     point.name: point
     for point in (
         Point("requested", lambda scene: bool(scene.struck.journal()), leaves=EITHER),
-        Point("stopping", phase(switch.STOPPING), hold={"stop_s": 50}),
+        Point("stopping", phase(STOPPING), hold={"stop_s": 50}),
         Point("stopped", stopped),
-        Point("activating", phase(switch.ACTIVATING)),
+        Point("activating", phase(ACTIVATING)),
         Point("activated", activated),
-        Point("starting", phase(switch.STARTING)),
+        Point("starting", phase(STARTING)),
         Point("loading", logged("  0% Completed"), hold={"start_s": 600}),
         Point("loaded and not healthy", logged("init engine"), hold={"health": "never"}),
         Point("healthy without a token", logged("Application startup complete"), hold={"tokens": "none"}),
-        Point("measuring", phase(switch.MEASURING), then={"token_s": 5}),
-        Point("awaiting confirmation", phase(switch.AWAITING), leaves=EITHER),
-        Point("confirming", phase(switch.CONFIRMING), writes=switch.AWAITING, leaves=EITHER),
+        Point("measuring", phase(MEASURING), then={"token_s": 5}),
+        Point("awaiting confirmation", phase(AWAITING), leaves=EITHER),
+        Point("confirming", phase(CONFIRMING), writes=AWAITING, leaves=EITHER),
         Point("confirmed", confirmed, leaves=frozenset({NEW}), inside=False),
-        Point("restoring", phase(switch.RESTORING), hold={"die": "traceback"}, then={"start_s": 600}),
-        Point("the second replica", phase(switch.STARTING), hold={"start_s": 600}, on="right"),
+        Point("restoring", phase(RESTORING), hold={"die": "traceback"}, then={"start_s": 600}),
+        Point("the second replica", phase(STARTING), hold={"start_s": 600}, on="right"),
     )
 }
 
@@ -121,7 +132,7 @@ def run_is_over(scene: Scene) -> None:
 
 def serves_all_the_same(scene: Scene) -> None:
     """Wait until the host serves; the program may wait for room to write that down."""
-    ends = ("", switch.CONFIRMING, switch.RESTORING)
+    ends = ("", CONFIRMING, RESTORING)
     await_that(lambda: scene.struck.phase() in ends and scene.struck.serves(), f"{scene.struck.name} serves")
 
 
@@ -220,7 +231,7 @@ def test_update_is_cut_off(
     try:
         with contextlib.ExitStack() as held:
             # Not before: the replica serves until then.
-            await_point(lambda: bool(struck.journal()), switch.REQUESTED, run)
+            await_point(lambda: bool(struck.journal()), REQUESTED, run)
             struck.order(at.hold)
             if at.writes:
                 await_point(lambda: struck.phase() == at.writes, at.writes, run)
@@ -243,7 +254,7 @@ def test_update_is_cut_off(
 
     left = OLD if struck.served().release == served else NEW
     assert left in at.leaves
-    assert struck.last()["outcome"] == (switch.RESTORED if left == OLD else switch.CONFIRMED)
+    assert struck.last()["outcome"] == (RESTORED if left == OLD else CONFIRMED)
     if left == OLD and at.on == "left":
         assert other.pids(SERVICE) == bystander
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import vllm_stand_in
 import yaml
-from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie.journal import CONFIRMED, CONFIRMING, REQUESTED, RESTORED, RESTORING, STARTING
 from fleet import HOME, SERVICE, Machine, await_point, await_that, machines
 from scenario import INVENTORY, ROOT, Run, api_key
 from traffic import Traffic
@@ -175,11 +175,11 @@ def test_what_fails_on_one_host_is_undone_on_all_of_its_replica(
     struck, log = fleet[failed], tmp_path / "failed.log"
     with rolling_to(other_release(fleet), log) as run:
         try:
-            await_point(lambda: bool(struck.journal()), switch.REQUESTED, run)
+            await_point(lambda: bool(struck.journal()), REQUESTED, run)
             struck.order(fault)
-            await_point(lambda: struck.phase() == switch.STARTING, switch.STARTING, run)
+            await_point(lambda: struck.phase() == STARTING, STARTING, run)
             began = time.monotonic()
-            await_point(lambda: struck.phase() == switch.RESTORING, switch.RESTORING, run)
+            await_point(lambda: struck.phase() == RESTORING, RESTORING, run)
         finally:
             struck.order({})
         assert run.wait(RUN_S) != 0
@@ -190,7 +190,7 @@ def test_what_fails_on_one_host_is_undone_on_all_of_its_replica(
     said = log.read_text()
     for name in REPLICAS["fore"]:
         assert f"{name}: the switch from {before} to " in said
-        assert fleet[name].last()["outcome"] == switch.RESTORED
+        assert fleet[name].last()["outcome"] == RESTORED
     assert fleet[failed].last()["failed_gate"] == "health"
     assert "Not touched: aft-1, aft-2." in said
 
@@ -208,12 +208,12 @@ def test_what_one_host_was_told_to_keep_its_replica_keeps(
     for name in REPLICAS["fore"]:
         await_end(fleet[name])
     assert served(fleet, "fore") == after
-    assert [fleet[name].last()["outcome"] for name in REPLICAS["fore"]] == [switch.CONFIRMED] * 2
+    assert [fleet[name].last()["outcome"] for name in REPLICAS["fore"]] == [CONFIRMED] * 2
     assert (served(fleet, "aft"), pids(fleet, "aft")) == (before, untouched)
     mended(fleet, playbook, after)
 
 
-@pytest.mark.parametrize("when", [switch.STARTING, switch.CONFIRMING] if FULL else [switch.CONFIRMING])
+@pytest.mark.parametrize("when", [STARTING, CONFIRMING] if FULL else [CONFIRMING])
 def test_a_host_that_is_cut_off_for_longer_than_the_budget_takes_its_replica_back(
     when: str, fleet: dict[str, Machine], playbook: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -223,20 +223,20 @@ def test_a_host_that_is_cut_off_for_longer_than_the_budget_takes_its_replica_bac
     log = tmp_path / "cut.log"
     with rolling_to(after, log, "--forks=1") as run:
         try:
-            if when == switch.STARTING:
-                await_point(lambda: bool(head.journal()), switch.REQUESTED, run)
+            if when == STARTING:
+                await_point(lambda: bool(head.journal()), REQUESTED, run)
                 head.order({"start_s": 600})
-                await_point(lambda: head.phase() == switch.STARTING and joined(cut), "the hosts are together", run)
+                await_point(lambda: head.phase() == STARTING and joined(cut), "the hosts are together", run)
             else:
                 await_point(lambda: head.told() == "confirm", "the head is confirmed", run)
             cut.cut()
-            if when == switch.STARTING:
-                await_that(lambda: head.phase() == switch.RESTORING, "the head goes back", BACK_S)
+            if when == STARTING:
+                await_that(lambda: head.phase() == RESTORING, "the head goes back", BACK_S)
                 head.order({})
                 await_end(head)
             await_end(cut)
             # A head that was confirmed knows nothing of the other host, and waits.
-            assert head.phase() == ("" if when == switch.STARTING else switch.CONFIRMING)
+            assert head.phase() == ("" if when == STARTING else CONFIRMING)
             assert run.wait(RUN_S) != 0
         finally:
             head.order({})
@@ -244,7 +244,7 @@ def test_a_host_that_is_cut_off_for_longer_than_the_budget_takes_its_replica_bac
     assert f"{cut.name}: cannot be reached" in log.read_text()
     for name in REPLICAS["fore"]:
         await_end(fleet[name])
-        assert fleet[name].last()["outcome"] != switch.CONFIRMED
+        assert fleet[name].last()["outcome"] != CONFIRMED
     assert served(fleet, "fore") == before
     assert (served(fleet, "aft"), pids(fleet, "aft")) == (before, untouched)
     mended(fleet, playbook, after)

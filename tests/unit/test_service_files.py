@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import grp
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,19 @@ from ansible.module_utils.aerie import credentials
 from ansible.module_utils.aerie.files import sha256_bytes
 from modules import run_module
 
+GROUP = grp.getgrgid(os.getegid()).gr_name
 TEXT = "-----BEGIN PRIVATE KEY-----\nbody of the key\n-----END PRIVATE KEY-----\n"
 
 
 def call(capsys: pytest.CaptureFixture[str], path: Path, check_mode: bool = False) -> dict[str, Any]:
-    result = run_module("service_secrets", {"files": {str(path): TEXT}}, capsys, check_mode)
+    result = run_module("service_files", {"secrets": {str(path): TEXT}, "group": GROUP}, capsys, check_mode)
     assert "body of the key" not in str(result)
     return result
+
+
+def reread(capsys: pytest.CaptureFixture[str], path: Path, check_mode: bool = False, **other: str) -> dict[str, Any]:
+    arguments = {"reread": {str(path): "digest 1\n"}, "group": GROUP, **other}
+    return run_module("service_files", arguments, capsys, check_mode)
 
 
 def mode(path: Path) -> int:
@@ -53,6 +61,48 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.
     result = call(capsys, tmp_path / "file/token-1")
     assert result["failed"]
     assert result["msg"].startswith(f"{tmp_path / 'file'} cannot be written: ")
+
+
+def test_what_is_read_again_is_for_the_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "aerie" / "api-keys"
+    predicted = reread(capsys, path, check_mode=True)
+    assert (predicted["changed"], predicted["written"], path.parent.exists()) == (True, [str(path)], False)
+    written = reread(capsys, path)
+    assert (written["changed"], written["written"]) == (True, [str(path)])
+    assert "diff" not in written and "digest 1" not in str(written)
+    assert (path.read_text(), mode(path), path.group()) == ("digest 1\n", 0o640, GROUP)
+    assert mode(path.parent) & 0o077 == 0o055
+    assert list(path.parent.iterdir()) == [path]
+    assert reread(capsys, path)["written"] == []
+
+
+@pytest.mark.parametrize("damage", ["edited", "mode", "group"])
+def test_what_is_read_again_is_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    path = tmp_path / "api-keys"
+    reread(capsys, path)
+    before = path.stat().st_ino
+    if damage == "edited":
+        path.write_text("x")
+    elif damage == "mode":
+        path.chmod(0o644)
+    elif os.geteuid() == 0:
+        os.chown(path, 0, 1)
+    else:
+        pytest.skip("only root gives files to another group")
+    assert reread(capsys, path, check_mode=True)["changed"]
+    assert reread(capsys, path)["changed"]
+    assert (path.read_text(), mode(path), path.group()) == ("digest 1\n", 0o640, GROUP)
+    # A service that has it open reads the old one to its end.
+    assert path.stat().st_ino != before
+
+
+def test_a_group_that_is_not_there_yet_is_predicted_and_otherwise_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "api-keys"
+    assert reread(capsys, path, check_mode=True, group="no-such-group")["written"] == [str(path)]
+    assert reread(capsys, path, group="no-such-group")["msg"] == "there is no group no-such-group: create it first"
+    assert not path.exists()
 
 
 # --- The files that settings name
