@@ -85,14 +85,14 @@ scenarios() {
   fi
   embedded/setup.sh cluster
   python embedded/prepare.py
-  beside short_ones long_one
+  beside short_ones long_ones
   # These count seconds under load, each of them with both cores.
-  each service rolling ${LONG_SCENARIOS:-}
+  each service rolling
 }
 
 each() { local name; for name; do scenario "$name"; done; }
-long_one() { each default; }
-short_ones() { each gateway preflight adopted stages interrupted; }
+long_ones() { each default multi_host; }
+short_ones() { each gateway preflight adopted stages interrupted multi_host_rolling; }
 
 # Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.
 locks() (
@@ -111,7 +111,7 @@ locks() (
 
 case ${1:-} in
   "") beside lint checks; scenarios ;;
-  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1 LONG_SCENARIOS="multi_host_rolling multi_host"; beside lint checks; scenarios; locks ;;
+  --all) export STAGES_COMPILED=1 INTERRUPTED_ALL=1; beside lint checks; scenarios; locks ;;
   scenario) scenario "${2:?which scenario?}" ;;
   *) "$1" ;;
 esac
