@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -313,3 +314,14 @@ def test_negations_and_awkward_values_survive(tmp_path: Path) -> None:
         assert json.loads(configuration["hf-overrides"]) == options["hf-overrides"]
         same = ("chat-template", "fingerprint-value", "gpu-memory-utilization")
         assert [configuration[name] for name in same] == [options[name] for name in same]
+
+
+@pytest.mark.parametrize("scenario", sorted(path.parent.name for path in (ROOT / "tests/molecule").glob("*/inventory")))
+def test_a_scenario_has_the_secrets_that_its_inventory_names(scenario: str) -> None:
+    # Links to them are easily left out of the repository, which ignores such files elsewhere.
+    inventory = ROOT / "tests/molecule" / scenario / "inventory"
+    paths = [Path(folder) / name for folder, _, names in os.walk(inventory, followlinks=True) for name in names]
+    text = "".join(path.read_text() for path in paths if path.suffix == ".yml")
+    # Those of the service scenario are made when it is prepared.
+    used = {name for name in re.findall(r"\bvault_\w+\b(?!:)", text) if not name.startswith("vault_service_")}
+    assert used <= set(re.findall(r"(?m)^(vault_\w+):", text))
