@@ -167,7 +167,7 @@ facts:
   type: dict
   returned: success
 has_account:
-  description: Whether there is an account O(user).
+  description: Whether there is an account O(user), with its group, as Aerie makes it.
   type: bool
   returned: success
 gpu_memory_mb:
@@ -374,7 +374,7 @@ def main() -> None:
         changed=False,
         findings=[finding.as_dict() for finding in worst_first(findings)],
         facts=describe(host, gpus, root),
-        has_account=has_account(options["user"]),
+        has_account=has_account(options["user"], options["home"]),
         gpu_memory_mb=memory,
     )
 

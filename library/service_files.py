@@ -106,10 +106,13 @@ def is_as_wanted(path: Path, file: Wanted) -> bool:
 
 def put(path: Path, file: Wanted) -> None:
     """Write a file; it is never open to others than those who may read it, not even for a moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if file.private:
-        path.parent.chmod(0o700)
     write_atomically(path, file.text.encode(), file.mode, file.group)
+
+
+def directories_to_mend(files: dict[Path, Wanted]) -> dict[Path, int]:
+    """Return the directories that others may look into than should, or fewer, and the mode that each is to have."""
+    modes = {path.parent: 0o700 if file.private else 0o755 for path, file in files.items()}
+    return {path: mode for path, mode in modes.items() if not path.is_dir() or path.stat().st_mode & 0o777 != mode}
 
 
 def main() -> None:
@@ -122,11 +125,16 @@ def main() -> None:
     # Directories that are made here are for everybody to look into, whatever umask the login has.
     os.umask(0o022)
     try:
-        for path in written if not module.check_mode else ():
-            put(path, files[path])
+        directories = directories_to_mend(files)
+        if not module.check_mode:
+            for directory, mode in directories.items():
+                directory.mkdir(parents=True, exist_ok=True)
+                directory.chmod(mode)
+            for path in written:
+                put(path, files[path])
     except OSError as error:
         module.fail_json(msg=f"{error.filename} cannot be written: {error.strerror}. Run as root.")
-    module.exit_json(changed=bool(written), written=list(map(str, written)))
+    module.exit_json(changed=bool(written or directories), written=list(map(str, written)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import grp
 import json
 import os
 import pwd
@@ -21,6 +22,8 @@ from ansible.module_utils.aerie.target import Reader
 _INTERPRETER_SECONDS = 20
 # How every file begins that Aerie writes from a template.
 _OURS = b"# Written by Aerie"
+# Of an account that nobody logs in to.
+_SHELL = "/usr/sbin/nologin"
 # Latent attention (MLA) is what a model has whose keys and values are one compressed vector.
 _LATENT = "kv_lora_rank"
 
@@ -69,8 +72,13 @@ def check_build_tools(python: str, dev: Path = Path("/dev")) -> Iterator[Finding
         yield problem("headers", message, "install its development package")
 
 
-def has_account(user: str) -> bool:
-    return _home(user) is not None
+def has_account(user: str, home: str) -> bool:
+    """Say whether the service's account and group are there as Aerie makes them."""
+    try:
+        entry, group = pwd.getpwnam(user), grp.getgrnam(user)
+    except KeyError:
+        return False
+    return (entry.pw_dir, entry.pw_gid, entry.pw_shell) == (home, group.gr_gid, _SHELL)
 
 
 def check_account(user: str, home: str) -> Iterator[Finding]:

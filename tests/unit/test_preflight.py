@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import pwd
 import socket
@@ -45,13 +46,39 @@ def test_an_account_of_others_is_not_taken_over() -> None:
     assert messages(check_account("daemon", "/var/lib/vllm")) == [
         f"vllm_service_user is daemon, an account with the home {home} that Aerie did not create: choose another name"
     ]
-    assert has_account("daemon")
+
+
+@pytest.mark.parametrize(
+    ("home", "group", "shell", "is_there"),
+    [
+        ("/var/lib/vllm", "vllm", "/usr/sbin/nologin", True),
+        ("/var/lib/vllm", "vllm", "/bin/bash", False),
+        ("/home/vllm", "vllm", "/usr/sbin/nologin", False),
+        # Its own group is missing, or not its first.
+        ("/var/lib/vllm", "users", "/usr/sbin/nologin", False),
+        ("/var/lib/vllm", "", "/usr/sbin/nologin", False),
+    ],
+)
+def test_an_account_that_is_not_as_aerie_makes_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, home: str, group: str, shell: str, is_there: bool
+) -> None:
+    numbers = {"vllm": 990, "users": 100}
+
+    def group_of(name: str) -> grp.struct_group:
+        if not group:
+            raise KeyError(name)
+        return grp.struct_group((name, "x", numbers[name], []))
+
+    entry = pwd.struct_passwd(("vllm", "x", 990, numbers.get(group, 100), "", home, shell))
+    monkeypatch.setattr(pwd, "getpwnam", lambda _: entry)
+    monkeypatch.setattr(grp, "getgrnam", group_of)
+    assert has_account("vllm", "/var/lib/vllm") == is_there
 
 
 def test_an_account_that_is_missing_or_our_own_is_fine() -> None:
     assert messages(check_account("daemon", pwd.getpwnam("daemon").pw_dir)) == []
     assert messages(check_account("nobody-has-this-name", "/var/lib/vllm")) == []
-    assert not has_account("nobody-has-this-name")
+    assert not has_account("nobody-has-this-name", "/var/lib/vllm")
 
 
 # --------------------------------------------------------------------------------------------------------------- python

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import getpass
 import json
-import shutil
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,13 @@ from modules import run_module
 VERDICT = {"gate": "numeric", "verdict": "passed", "fault": "matches", "message": "130 taps hold.", "taps": []}
 OPTIONS = {"layers": 8, "tap_ids": [2, 4], "every_id": True, "stages": 2, "partition": "5,3"}
 PACKAGES = "lib/python3.12/site-packages"
+# What environments share with the cache of packages.
+SHARED = {
+    "torch/a.py": "a = 1\n",
+    "torch/b.so": "b",
+    "vllm/_C.abi3.so": "c",
+    "torch-2.0.dist-info/entry_points.txt": "",
+}
 
 
 class Environments:
@@ -31,14 +38,23 @@ class Environments:
         self.interpreter.chmod(0o755)
 
     def make(self, name: str) -> Path:
+        """Make an environment as uv does: what no installer writes anew is one file with that of all others."""
         packages = self.root / name / PACKAGES
         for path, text in {
             "vllm/models/kimi.py": "taps = []\n",
-            "vllm-0.32.0.dist-info/RECORD": f"vllm/models/kimi.py,sha256=abc,10\n../../../bin/vllm,sha256={name},9\n",
-            "torch-2.0.dist-info/RECORD": f"torch/a.so,sha256=def,10\ntorch-2.0.dist-info/uv_cache.json,{name},1\n",
+            "vllm-0.32.0.dist-info/RECORD": f"../../../bin/vllm,sha256={name},9\n",
+            "torch-2.0.dist-info/uv_cache.json": name,
+            "_virtualenv.py": "",
         }.items():
             (packages / path).parent.mkdir(parents=True, exist_ok=True)
             (packages / path).write_text(text)
+        for path, text in SHARED.items():
+            cached = self.root / "cache" / path
+            if not cached.exists():
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                cached.write_text(text)
+            (packages / path).parent.mkdir(parents=True, exist_ok=True)
+            os.link(cached, packages / path)
         (self.root / name / "bin").mkdir()
         (self.root / name / "bin/python").symlink_to(self.interpreter)
         return packages
@@ -83,10 +99,15 @@ def test_a_release_of_the_same_code_is_not_checked_again(environments: Environme
 OTHER_CODE: dict[str, Callable[[Environments, Path], object]] = {
     "a file of vLLM was patched": lambda _, packages: (packages / "vllm/models/kimi.py").write_text("taps = [1]\n"),
     "a file of vLLM was added": lambda _, packages: (packages / "vllm/plugin.py").write_text(""),
-    "another distribution": lambda _, packages: (packages / "torch-2.0.dist-info/RECORD").write_text("torch/b.so,,\n"),
-    "one distribution more": lambda _, packages: shutil.copytree(
-        packages / "torch-2.0.dist-info", packages / "plugin-1.0.dist-info"
+    # Through the link that all environments and the cache have to it.
+    "a shared file was edited": lambda _, packages: (packages / "torch/a.py").write_text("a = 2 \n"),
+    "a library of vLLM is another": lambda _, packages: (packages / "vllm/_C.abi3.so").write_text("cc"),
+    "a file that Python starts with was added": lambda _, packages: (packages / "sitecustomize.py").write_text(""),
+    "one that is always there was edited": lambda _, packages: (packages / "_virtualenv.py").write_text("import x\n"),
+    "a plugin of vLLM was added": lambda _, packages: (packages / "torch-2.0.dist-info/entry_points.txt").write_text(
+        "x"
     ),
+    "a module of no distribution": lambda _, packages: (packages / "torch/c.py").write_text(""),
     "another interpreter": lambda environments, _: environments.interpreter.write_text(
         environments.interpreter.read_text() + "\n"
     ),
@@ -112,15 +133,26 @@ def test_another_question_is_asked(environments: Environments, other: dict[str, 
     assert environments.runs() == 2
 
 
-def test_another_driver_of_the_gpus_is_other_code(
-    environments: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("driver/nvidia/version", "NVRM version: 570.86.15\n"),
+        ("driver/nvidia/gpus/0000:17:00.0/information", "Model: NVIDIA H200\nIRQ: 17\n"),
+        ("cpuinfo", "processor : 0\nflags : fpu avx512f\n"),
+    ],
+)
+def test_another_machine_is_asked_again(
+    environments: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, text: str
 ) -> None:
+    proc = tmp_path / "proc"
+    (proc / path).parent.mkdir(parents=True)
+    monkeypatch.setattr(proved, "_PROC", proc)
     environments.make("one")
     environments.check("one")
-    driver = tmp_path / "version"
-    driver.write_text("NVRM version: 570.86.15\n")
-    monkeypatch.setattr(proved, "_DRIVER", driver)
+    (proc / path).write_text(text)
     environments.check("one")
+    # What changes from boot to boot makes no other machine.
+    (proc / path).write_text(f"{text}cpu MHz : 2100\n".replace("IRQ: 17", "IRQ: 18"))
     environments.check("one")
     assert environments.runs() == 2
 
@@ -147,10 +179,14 @@ def test_check_mode_reads_notes_and_writes_none(environments: Environments) -> N
     assert not environments.note("two").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"evidence": 1}', "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", '{"evidence": 1}', "\x00", "no verdict", "a failure"])
 def test_a_damaged_note_proves_nothing(environments: Environments, text: str) -> None:
     environments.make("one")
     environments.check("one")
+    found = json.loads(environments.note("one").read_text())
+    results = {"no verdict": {"message": "x"}, "a failure": {"message": "x", "verdict": "failed"}}
+    if text in results:
+        text = json.dumps({**found, "result": results[text]})
     environments.note("one").write_text(text)
     assert environments.check("one")["verdict"] == "passed"
     assert environments.runs() == 2

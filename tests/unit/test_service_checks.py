@@ -81,6 +81,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 
+ACCOUNTS: dict[str, tuple[dict[str, Any], str]] = {
+    "none yet": ({}, ""),
+    "somebody's": ({"vllm_service_user": "daemon"}, "vllm_service_user is daemon, an account with the home"),
+}
+
 ROLLOUT: dict[str, tuple[dict[str, Any], str]] = {
     "defaults": ({}, ""),
     "of the command line": ({"release_keep": "2", "release_confirm_budget": "60", "release_batch": "2"}, ""),
@@ -135,9 +140,10 @@ GATES: dict[str, tuple[dict[str, Any], str]] = {
     "prompts that are one": ({"hidden_states_prompts": "a"}, "prompts must be a list of texts"),
 }
 
-# The cases of each role, and what is fine for it.
+# The cases of each role, or of another part of it than its check, and what is fine for it.
 ROLES: dict[str, tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]] = {
     "vllm_service": (GOOD, CASES),
+    "vllm_service/account": (GOOD, ACCOUNTS),
     "release": ({"release_batch": "25%"}, ROLLOUT),
     "hidden_states": ({}, GATES),
 }
@@ -154,7 +160,10 @@ def refusals() -> dict[str, str]:
         {
             "block": [
                 {
-                    "ansible.builtin.include_role": {"name": role, "tasks_from": "check"},
+                    "ansible.builtin.include_role": {
+                        "name": role.partition("/")[0],
+                        "tasks_from": role.partition("/")[2] or "check",
+                    },
                     "vars": {**ROLES[role][0], **ROLES[role][1][name][0]},
                 },
                 {"ansible.builtin.set_fact": {"said": "{{ said | combine({name: ''}) }}"}},

@@ -96,6 +96,23 @@ def test_what_is_read_again_is_mended(tmp_path: Path, capsys: pytest.CaptureFixt
     assert path.stat().st_ino != before
 
 
+@pytest.mark.parametrize("kind", ["secrets", "reread"])
+def test_a_directory_that_is_open_to_others_than_it_should_is_mended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "aerie" / "file"
+    arguments = {kind: {str(path): TEXT}, "group": GROUP}
+    run_module("service_files", arguments, capsys)
+    wanted, other = (0o700, 0o755) if kind == "secrets" else (0o755, 0o700)
+    assert mode(path.parent) == wanted
+    path.parent.chmod(other)
+    assert run_module("service_files", arguments, capsys, check_mode=True)["changed"]
+    assert mode(path.parent) == other
+    mended = run_module("service_files", arguments, capsys)
+    assert (mended["changed"], mended["written"], mode(path.parent)) == (True, [], wanted)
+    assert not run_module("service_files", arguments, capsys)["changed"]
+
+
 def test_a_group_that_is_not_there_yet_is_predicted_and_otherwise_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ _DEBUG = "ansible.builtin.debug"
 class Run:
     """How a playbook ended: ``successful`` or ``failed``; the messages of failed tasks; changed tasks by host; diffs.
 
-    ``diffs`` has a host, a file and its text before and after for each file that a task changed, or would change.
-    ``said`` is what the playbook showed with debug tasks.
+    ``ok`` has the number of tasks that each host did. ``diffs`` has a host, a file and its text before and after for
+    each file that a task changed, or would change. ``said`` is what the playbook showed with debug tasks.
     """
 
     status: str
@@ -37,6 +37,7 @@ class Run:
     changed: dict[str, int]
     diffs: list[tuple[str, str, str, str]]
     said: str = ""
+    ok: dict[str, int] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def run_playbook(
         for diff in _list(data["res"].get("diff"))
         if "after" in diff
     ]
-    return Run(result.status, messages, stats["changed"], diffs, said)
+    return Run(result.status, messages, stats["changed"], diffs, said, stats["ok"])
 
 
 def _list(diff: object) -> list[dict[str, str]]:

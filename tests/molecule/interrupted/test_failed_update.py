@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,11 +15,15 @@ from traffic import Traffic
 
 
 class Bad(NamedTuple):
-    """Faults of a release, the gate that finds them, and what it says."""
+    """Faults of a release, the gate that finds them, what it says, and what else the run is told."""
 
     environment: dict[str, Any]
     gate: str
     says: str
+    variables: Mapping[str, Any] = MappingProxyType({})
+
+
+DIFFERS = '{"gate": "numeric", "verdict": "failed", "message": "tap 2 is off by +1 layer"}'
 
 
 RELEASES = {
@@ -26,6 +31,13 @@ RELEASES = {
     "ends without a word": Bad({"STAND_IN_DIE": "clean"}, "health", "exited with status 0"),
     "is never healthy": Bad({"STAND_IN_HEALTH": "never"}, "health", "raise vllm_service_start_budget"),
     "does not speculate": Bad({"STAND_IN_COUNTERS": "missing"}, "health", "serves without speculative decoding"),
+    # On a host with GPUs the check runs in the switch: that of the stand-in's is a word.
+    "gives the drafter other hidden states": Bad(
+        {"STAND_IN_RELEASE": "other taps"},
+        "numeric",
+        "tap 2 is off by +1 layer",
+        {"release_numeric": {"mode": "enforce", "argv": ["/bin/echo", DIFFERS], "budget_s": 20}},
+    ),
     "accepts nothing": Bad({"STAND_IN_ACCEPTANCE": 0}, "live", "Acceptance length 1.00"),
 }
 
@@ -37,7 +49,9 @@ def test_a_bad_release_is_undone(
     bad = RELEASES[release]
     failures = len(traffic.failures)
     untouched = fleet["right"].pids(SERVICE)
-    run = playbook("deploy.yml", vllm_service_environment=bad.environment, vllm_service_start_budget=10)
+    run = playbook(
+        "deploy.yml", vllm_service_environment=bad.environment, vllm_service_start_budget=10, **bad.variables
+    )
 
     assert run.status == "failed"
     assert f"left: the switch from {served} to " in run.messages
