@@ -30,6 +30,23 @@ options:
     description: How long to listen, or how long to send to each other host.
     type: float
     required: true
+  addresses:
+    description:
+      - The addresses of the replica's hosts, which may connect to O(port) and the next one from now on, whatever rules
+        the release that serves has. They are gone when rules are loaded again. For O(state=listening).
+    type: list
+    elements: str
+    default: []
+  first_engine_port:
+    description:
+      - The first of the ports that nobody but these hosts connects to. One that the kernel gives to programs must be
+        among them. For O(state=listening).
+    type: int
+    default: 0
+  last_engine_port:
+    description: The last of these ports.
+    type: int
+    default: 65535
   host:
     description: This host's name, for messages.
     type: str
@@ -91,7 +108,17 @@ problems:
 import shutil
 from typing import Any
 
-from ansible.module_utils.aerie.fabric import describe, interface_of, listen, measure, misnamed, mtu_of, problems
+from ansible.module_utils.aerie.fabric import (
+    describe,
+    given_ports,
+    interface_of,
+    let_in,
+    listen,
+    measure,
+    misnamed,
+    mtu_of,
+    problems,
+)
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
@@ -99,6 +126,9 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "address": {"type": "str", "required": True},
     "port": {"type": "int", "required": True},
     "seconds": {"type": "float", "required": True},
+    "addresses": {"type": "list", "elements": "str", "default": []},
+    "first_engine_port": {"type": "int", "default": 0},
+    "last_engine_port": {"type": "int", "default": 65535},
     "host": {"type": "str", "default": "this host"},
     "peers": {"type": "dict", "default": {}},
     "least_gbit_s": {"type": "float", "default": 0},
@@ -115,9 +145,17 @@ def main() -> None:
     if not interface:
         module.fail_json(msg=f"no network interface of {host} has the address {address}: correct multi_node_address")
     if options["state"] == "listening":
+        first, last = given_ports()
+        if first < options["first_engine_port"] or last > options["last_engine_port"]:
+            module.fail_json(
+                msg=f"{host} gives the ports {first}-{last} to programs that ask for any, and multi_node_engine_ports "
+                f"is {options['first_engine_port']}-{options['last_engine_port']}: anybody could connect to the "
+                f"others. Set it to {first}-{last}, or net.ipv4.ip_local_port_range on the host"
+            )
         if shutil.which("nft") is None and shutil.which("/usr/sbin/nft") is None:
             module.fail_json(msg=f"{host} has no nft, which keeps others from Ray's ports: install nftables")
         try:
+            let_in(options["addresses"], port)
             listen(address, port, options["seconds"])
         except OSError as error:
             module.fail_json(msg=f"{host} cannot listen on {address}:{port} ({error}): free it, or set multi_node_port")

@@ -25,6 +25,8 @@ _STALLED_S = 5.0
 _QUESTIONS = 20
 _STREAMS = 4
 _CHUNK = 1 << 20
+_NFT = "/usr/sbin/nft"
+_TABLE = ("table", "inet", "aerie_replica")
 # What the clocks of one replica's hosts may be apart, in seconds.
 CLOCK_S = 1.0
 
@@ -104,6 +106,25 @@ def listen(address: str, port: int, seconds: float) -> None:
         serve(listener, seconds, mtu_of(interface_of(address)))
         os._exit(0)
     listener.close()
+
+
+def let_in(addresses: Sequence[str], port: int) -> None:
+    """Let the hosts of a replica connect to ``port`` and the next one, until this host's rules are loaded again.
+
+    The rules of the release that serves may be of a time when another host was part of it.
+    """
+    rules = subprocess.run([_NFT, "list", *_TABLE], capture_output=True, text=True, check=False).stdout
+    for address in addresses:
+        if address not in rules and rules:
+            family = "ip6" if ":" in address else "ip"
+            rule = [family, "saddr", address, "tcp", "dport", f"{port}-{port + 1}", "accept"]
+            subprocess.run([_NFT, "insert", "rule", *_TABLE[1:], "input", *rule], capture_output=True, check=False)
+
+
+def given_ports() -> tuple[int, int]:
+    """Return the first and the last of the ports that the kernel gives to programs that ask for any."""
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return int(first), int(last)
 
 
 # --- The asking side

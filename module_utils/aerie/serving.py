@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -13,6 +14,7 @@ from ansible.module_utils.aerie.release import Releases, running_service
 from ansible.module_utils.aerie.replica import has_joined, is_worker
 
 _HEALTH_S = 3.0
+_RULES = ("/usr/sbin/nft", "list", "table", "inet", "aerie_replica")
 
 
 class Fault(NamedTuple):
@@ -41,8 +43,15 @@ def service_faults(
         yield Fault(f"{unit.name} runs with other settings", "run deploy.yml")
     elif not is_healthy(settings, unit.name):
         yield Fault(f"{unit.name} does not answer /health", f"see journalctl -u {unit.name}, or run deploy.yml")
+    if running.pid and environment(settings).get("AERIE_REPLICA_HOSTS") and not is_guarded():
+        yield Fault("others may connect to the replica's ports", "run nft -f /etc/aerie/replica.nft as root")
     if not releases.is_active(identity, unit):
         yield Fault(f"{unit} is not the unit of release {identity}", "run deploy.yml")
+
+
+def is_guarded() -> bool:
+    """Say whether the rules are loaded that keep others from a replica's ports."""
+    return subprocess.run(_RULES, capture_output=True, check=False).returncode == 0
 
 
 def is_healthy(settings: Mapping[str, str | None], unit: str = "vllm.service") -> bool:

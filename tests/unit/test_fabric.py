@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie.fabric import (
@@ -174,3 +175,16 @@ def test_a_later_run_takes_the_port_from_an_earlier_one() -> None:
     for _ in range(3):
         listen(THERE, free, 5.0)
         assert measure(HERE, THERE, free, 0.1, 1500).gbit_s
+
+
+@pytest.mark.parametrize(("first", "last"), [(1024, 1030), (65000, 65535)])
+def test_ports_that_programs_are_given_and_anybody_reaches_are_refused(
+    first: int, last: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "-".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    order = {"state": "listening", "address": "127.0.0.1", "port": 1, "seconds": 1, "host": "gpu-01"}
+    found = run_module("fabric_check", {**order, "first_engine_port": first, "last_engine_port": last}, capsys)
+    assert found["msg"].startswith(
+        f"gpu-01 gives the ports {given} to programs that ask for any, and multi_node_engine_ports is {first}-{last}: "
+    )
+    assert f"Set it to {given}, or net.ipv4.ip_local_port_range on the host" in found["msg"]

@@ -29,6 +29,15 @@ GOOD: dict[str, Any] = {
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "good": ({}, ""),
     "a reserved option": ({"vllm_service_options": {"api_key": "x"}}, "vllm_service_options has api_key"),
+    "an option with underscores": (
+        {"vllm_service_options": {"tensor_parallel_size": 8}},
+        "vllm_service_options has tensor_parallel_size, which Aerie does not know so; write tensor-parallel-size.",
+    ),
+    "a key of an option": ({"vllm_service_options": {"compilation-config.use_inductor": False}}, ""),
+    "a dangerous variable of one host": (
+        {"multi_node_environment": {"LD_PRELOAD": "/x.so"}},
+        "LD_PRELOAD opens this service",
+    ),
     "a target in /home": ({"target_model_path": "/home/ada/kimi"}, "does not see /home"),
     "a short key": ({"vllm_service_api_keys": {"ada": "short"}}, "at least 16 printable characters"),
     "no key on an address": ({"vllm_service_api_keys": {}}, "vllm_service_host is 10.0.0.1, which others reach"),
@@ -84,6 +93,38 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 ACCOUNTS: dict[str, tuple[dict[str, Any], str]] = {
     "none yet": ({}, ""),
     "somebody's": ({"vllm_service_user": "daemon"}, "vllm_service_user is daemon, an account with the home"),
+}
+
+SEVERAL: dict[str, Any] = {
+    "multi_node_several": True,
+    "multi_node_hosts": ["localhost"],
+    "multi_node_addresses": ["10.0.0.1", "10.0.0.2"],
+    "vllm_service_options": {},
+}
+REPLICAS: dict[str, tuple[dict[str, Any], str]] = {
+    "defaults": ({}, ""),
+    "a network card": ({"multi_node_environment": {"NCCL_IB_HCA": "mlx5_0"}}, ""),
+    "several engines": (
+        {"vllm_service_options": {"data-parallel-size": 2}},
+        "vllm_service_options has data-parallel-size",
+    ),
+    "what Aerie sets": (
+        {"multi_node_environment": {"VLLM_HOST_IP": "10.9.9.9"}},
+        "multi_node_environment has VLLM_HOST_IP",
+    ),
+    "other stages here": (
+        {"multi_node_environment": {"VLLM_PP_LAYER_PARTITION": "4,4"}},
+        "multi_node_environment has VLLM_PP_LAYER_PARTITION",
+    ),
+    "addresses of IPv6": (
+        {"multi_node_addresses": ["fd00::1", "fd00::2"]},
+        "has fd00::1, fd00::2: Ray takes addresses",
+    ),
+    "no room for objects": (
+        {"multi_node_object_store_mb": 10},
+        "multi_node_object_store_mb has 10: Ray needs at least",
+    ),
+    "one address twice": ({"multi_node_addresses": ["10.0.0.1", "10.0.0.1"]}, "set multi_node_address of each"),
 }
 
 ROLLOUT: dict[str, tuple[dict[str, Any], str]] = {
@@ -144,6 +185,7 @@ GATES: dict[str, tuple[dict[str, Any], str]] = {
 ROLES: dict[str, tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]] = {
     "vllm_service": (GOOD, CASES),
     "vllm_service/account": (GOOD, ACCOUNTS),
+    "multi_node": (SEVERAL, REPLICAS),
     "release": ({"release_batch": "25%"}, ROLLOUT),
     "hidden_states": ({}, GATES),
 }

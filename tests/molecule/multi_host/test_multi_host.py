@@ -151,6 +151,7 @@ STRIKES: dict[str, Callable[[], None]] = {
     "the head's engine": lambda: kill(HEAD, "VLLM::EngineCore"),
     "the other host's network": cut_off,
     "the other host": OTHER.reboot,
+    "the head's host": HEAD.reboot,
     "both hosts": reboot_both,
 }
 
@@ -271,6 +272,36 @@ def test_a_third_party_neither_joins_nor_commands_the_cluster() -> None:
     assert time.monotonic() - began < TRIED_S
     assert len(re.findall("^ 1 node_", seen, re.M)) == len(REPLICA), seen
     assert {machine.name: set(machine.pids(SERVICE)) for machine in REPLICA} == before
+
+
+def test_a_host_that_is_new_in_a_replica_gets_through_the_rules_of_the_old_one(playbook: Callable[..., Run]) -> None:
+    # What each has were its rules if the other one had had another address before.
+    rules = OTHER.text("/etc/aerie/replica.nft")
+    OTHER.path("/run/old.nft").write_text(rules.replace(f"saddr {HEAD.host.address} ", f"saddr {ALIAS} "))
+    try:
+        OTHER.run("nft", "--file", "/run/old.nft")
+        found = playbook("tests/molecule/multi_host/fabric.yml")
+    finally:
+        OTHER.run("nft", "--file", "/etc/aerie/replica.nft")
+    assert (found.status, found.messages) == ("successful", "")
+
+
+@pytest.mark.parametrize("order", ["restart", "reload", "stop"])
+def test_the_rules_outlive_those_of_the_host(order: str) -> None:
+    OTHER.run("systemctl", "start", "nftables.service")
+    OTHER.run("systemctl", order, "nftables.service")
+    assert knock((str(OTHER.host.address), RAY_PORT + 2)) == "timed out"
+
+
+def test_rules_that_are_gone_are_told_and_others_would_get_in(playbook: Callable[..., Run]) -> None:
+    OTHER.run("nft", "delete table inet aerie_replica")
+    try:
+        found = playbook("playbooks/status.yml")
+        assert knock((str(OTHER.host.address), RAY_PORT + 2)) == "let in"
+    finally:
+        OTHER.run("nft", "--file", "/etc/aerie/replica.nft")
+    assert found.status == "failed"
+    assert f"{OTHER.name}: others may connect to the replica's ports: run nft -f" in found.messages
 
 
 def test_a_third_party_reaches_the_service_and_nothing_else() -> None:

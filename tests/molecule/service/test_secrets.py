@@ -104,14 +104,14 @@ def show(machine: Machine, name: str, unit: str = SERVICE) -> str:
     return machine.run("systemctl", "show", f"--property={name}", "--value", unit).strip()
 
 
-def deploy(directory: Path, *options: str) -> tuple[str, str]:
+def deploy(directory: Path, *options: str, accept_downtime: bool = True) -> tuple[str, str]:
     """Deploy through ansible-runner, which keeps every event below ``directory``; return status and output."""
     result: Any = ansible_runner.run(
         private_data_dir=str(directory),
         project_dir=str(ROOT),
         playbook="deploy.yml",
         inventory=[str(INVENTORY), str(credentials.INVENTORY)],
-        cmdline=" ".join(["-e accept_downtime=true", *options]),
+        cmdline=" ".join([f"-e accept_downtime={str(accept_downtime).lower()}", *options]),
         envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
         quiet=True,
     )
@@ -204,3 +204,15 @@ def test_a_watchdog_that_was_stopped_by_hand_is_started_by_a_deploy(machine: Mac
     assert status == "successful", said[-3000:]
     assert (show(machine, "ActiveState", TIMER), show(machine, "UnitFileState", TIMER)) == ("active", "enabled")
     assert show(machine, "InvocationID") == start
+
+
+def test_the_only_replica_is_not_restarted_before_somebody_says_so(machine: Machine, tmp_path: Path) -> None:
+    start, release = show(machine, "InvocationID"), machine.current()
+    status, said = deploy(tmp_path, "-e vllm_service_shutdown_timeout=29", accept_downtime=False)
+    assert status == "failed"
+    assert f"{machine.name} is the only replica, and has to restart: nothing serves meanwhile." in said
+    # What it would be, why, and for how long.
+    assert f"{machine.name}: restarts with release " in said
+    assert "serve.yaml" in said and "the last start took" in said
+    assert "There is no gateway (group load_balancer)" in said
+    assert (show(machine, "InvocationID"), machine.current()) == (start, release)
