@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from ansible.module_utils.aerie.journal import RESTORED
 from fleet import SERVICE, Machine
 from scenario import Run
 from traffic import Traffic
+
+FULL = bool(os.environ.get("INTERRUPTED_ALL"))
 
 
 class Bad(NamedTuple):
@@ -42,7 +45,11 @@ RELEASES = {
 }
 
 
-@pytest.mark.parametrize("release", RELEASES)
+# One that each gate finds.
+SOME = ("dies at its start", "gives the drafter other hidden states", "accepts nothing")
+
+
+@pytest.mark.parametrize("release", RELEASES if FULL else SOME)
 def test_a_bad_release_is_undone(
     release: str, fleet: dict[str, Machine], served: str, traffic: Traffic, playbook: Callable[..., Run]
 ) -> None:

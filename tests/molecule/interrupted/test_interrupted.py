@@ -170,7 +170,6 @@ EVERY = [
 # In each way once, at points that have nothing in common.
 SOME = [
     ("control process killed", "drained"),
-    ("control process killed", "loading"),
     ("network down", "measuring"),
     ("host rebooted", "activated"),
     ("switch program killed", "restoring"),
