@@ -115,7 +115,8 @@ def let_in(addresses: Sequence[str], port: int) -> None:
     """
     rules = subprocess.run([_NFT, "list", *_TABLE], capture_output=True, text=True, check=False).stdout
     for address in addresses:
-        if address not in rules and rules:
+        known = f"saddr {address} accept" in rules
+        if rules and not known:
             family = "ip6" if ":" in address else "ip"
             rule = [family, "saddr", address, "tcp", "dport", f"{port}-{port + 1}", "accept"]
             subprocess.run([_NFT, "insert", "rule", *_TABLE[1:], "input", *rule], capture_output=True, check=False)

@@ -349,7 +349,7 @@ def test_what_a_numeric_check_says_of_itself_is_kept(host: Host, old: str) -> No
 
 def test_a_numeric_check_that_passed_is_noted_for_releases_of_the_same_code(host: Host, old: str) -> None:
     note = host.root / "proved" / "new.json"
-    passed = {"gate": "numeric", "verdict": "passed", "message": ""}
+    passed = {"gate": "numeric", "verdict": "passed", "message": "130 taps hold."}
     host.start(host.stage("new"), numeric={**numeric(json.dumps(passed)), "note": str(note), "evidence": "e"})
     program = host.program()
     assert confirm(host)["outcome"] == "confirmed"

@@ -59,25 +59,31 @@ def test_what_cannot_be_read(environment: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "release", "words"),
     [
-        (["python 3.12.3", "ray 2.60.0"], ""),
-        ([], ""),
+        (["python 3.12.3", "ray 2.60.0"], "1", ""),
+        ([], "1", ""),
         (
             ["python 3.12.7", "ray 2.60.0"],
+            "1",
             "h2 and h1 are one replica, and h2 has python 3.12.7 where h1 has python 3.12.3",
         ),
-        (["python 3.12.3"], "and h2 has less where h1 has ray 2.60.0"),
+        (["python 3.12.3"], "1", "and h2 has less where h1 has ray 2.60.0"),
+        (["python 3.12.3", "ray 2.60.0"], "2", "h2 and h1 are one replica, and their releases would be 2 and 1"),
     ],
 )
-def test_a_difference_between_hosts_is_named(other: list[str], words: str, tmp_path: Path) -> None:
+def test_a_difference_between_hosts_is_named(other: list[str], release: str, words: str, tmp_path: Path) -> None:
     tasks = yaml.safe_load((ROOT / "roles/multi_node/tasks/alike.yml").read_text())
     compare = [task for task in tasks if "replica_versions" not in task]
     hosts: dict[str, Any] = {
-        name: {"multi_node_installed": {"versions": versions}, "multi_node_is_worker": name == "h2"}
-        for name, versions in {"h1": ["python 3.12.3", "ray 2.60.0"], "h2": other}.items()
+        name: {
+            "multi_node_installed": {"versions": versions},
+            "multi_node_is_worker": name == "h2",
+            "vllm_service_release": {"id": identity, "path": f"/opt/aerie/releases/{identity}"},
+        }
+        for name, versions, identity in (("h1", ["python 3.12.3", "ray 2.60.0"], "1"), ("h2", other, release))
     }
-    shared = {"multi_node_hosts": ["h1", "h2"], "vllm_service_release": {"path": "/opt/aerie/releases/1"}}
+    shared = {"multi_node_hosts": ["h1", "h2"]}
     (tmp_path / "hosts.yml").write_text(json.dumps({"all": {"hosts": hosts, "vars": shared}}))
     play = {"hosts": "all", "gather_facts": False, "tasks": compare}
     (tmp_path / "play.yml").write_text(json.dumps([play]))
