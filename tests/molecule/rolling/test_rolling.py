@@ -113,13 +113,7 @@ def test_an_update_and_rollbacks_lose_nothing(
     first, bytes_before = served(fleet), digest("east")
     assert len(set(first.values())) == 1
 
-    run = playbook("deploy.yml", **other)
-    assert run.messages == ""
-    assert "2 batches of hosts: 1, 1." in run.said
-    assert "Requests are drained at door first." in run.said
-    for name in REPLICAS:
-        (line,) = (line for line in run.said.splitlines() if line.startswith(f"{name}: restarts with release "))
-        assert "drafter" in line and "patches" in line and "the last start took" in line
+    assert playbook("deploy.yml", **other).messages == ""
     second = served(fleet)
     assert len(set(second.values())) == 1
     assert set(second.values()).isdisjoint(first.values())

@@ -209,6 +209,8 @@ def test_a_watchdog_that_was_stopped_by_hand_is_started_by_a_deploy(machine: Mac
 def test_the_only_replica_is_not_restarted_before_somebody_says_so(machine: Machine, tmp_path: Path) -> None:
     start, release = show(machine, "InvocationID"), machine.current()
     status, said = deploy(tmp_path, "-e vllm_service_shutdown_timeout=29", accept_downtime=False)
+    # Long lines are broken where they are shown.
+    said = " ".join(said.split())
     assert status == "failed"
     assert f"{machine.name} is the only replica, and has to restart: nothing serves meanwhile." in said
     # What it would be, why, and for how long.
