@@ -85,15 +85,15 @@ scenarios() {
   fi
   embedded/setup.sh cluster
   python embedded/prepare.py
-  beside short_ones long_ones
+  beside other_half one_half
   # These count seconds under load, each of them with both cores.
   each service rolling
 }
 
 each() { local name; for name; do scenario "$name"; done; }
 # Both take about as long.
-long_ones() { each default adopted; }
-short_ones() { each gateway preflight stages interrupted multi_host_rolling multi_host; }
+one_half() { each default gateway preflight adopted; }
+other_half() { each stages interrupted multi_host_rolling multi_host; }
 
 # Install each lock for GPUs once: 10 GB of disk at a time, and 10 minutes.
 locks() (
