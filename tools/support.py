@@ -38,7 +38,10 @@ _RENDER = trust_as_template(
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if min(options.layers) < 1:
+        parser.error("--layers: numbers of layers begin at 1")
     try:
         patch_sets = rendered(options.version)
         members = {f"vllm/{path}" for path in ["__init__.py", *CAPABILITY_FILES, *paths_in(patch_sets)]}

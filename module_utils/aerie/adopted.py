@@ -154,11 +154,22 @@ class Adopted:
     entry: Mapping[str, Any]
 
     def change(self, work: Work) -> None:
-        """Do ``work`` with the unit stopped, and start it. If it does not come back, undo the work and say why."""
+        """Do ``work`` with the unit stopped, and start it. If it does not come back, undo the work and say why.
+
+        Another run is kept out from the stop to the end, and the unit is not stopped for work that one has overtaken.
+        """
         unit = self.unit
-        if unit is None or not unit.runs():
+        if unit is None:
             self._write(work)
             return
+        with self.patcher.lock():
+            self.patcher.refuse_stale(work, self.package)
+            if unit.runs() and (work.changed or unit.is_owed()):
+                self._change_stopped(work, unit)
+            else:
+                self._write(work)
+
+    def _change_stopped(self, work: Work, unit: UserUnit) -> None:
         unit.stop()
         try:
             self._write(work)

@@ -2,8 +2,8 @@
 """Facts about a release's code: what a file of the `vllm` package defines, imports nothing and runs nothing.
 
 A fact is a mapping: in the file ``path`` there is a ``function`` of the module, or a ``class`` with a ``base``, a
-``method`` (in which there is the ``statement``, a shape as in ``source.matches``) or an ``attribute``. With
-``absent: true`` the fact is that it is not there.
+``method`` (in which there is the ``statement``, a shape as in ``source.matches``) or an ``attribute`` (with the plain
+``value``). With ``absent: true`` the fact is that it is not there.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _is_there(tree: ast.Module, fact: Fact) -> bool:
     return any(
         ("base" not in fact or has_base(owner, fact["base"]))
         and ("method" not in fact or _has_method(owner, fact))
-        and ("attribute" not in fact or attribute(owner, fact["attribute"]) is not None)
+        and ("attribute" not in fact or _has_attribute(owner, fact))
         for owner in classes(tree, fact["class"])
     )
 
@@ -93,10 +93,17 @@ def _has_method(owner: ast.ClassDef, fact: Fact) -> bool:
     return any(matches(shape, node) for method in found for node in statements(method))
 
 
+def _has_attribute(owner: ast.ClassDef, fact: Fact) -> bool:
+    found = attribute(owner, fact["attribute"])
+    return found is not None and ("value" not in fact or matches(ast.Constant(fact["value"]), found))
+
+
 def describe(fact: Fact) -> str:
     """Return the fact in words: ``class A base B in models/a.py``."""
     kinds = ("function", "class", "base", "method", "attribute")
     parts = [f"{kind} {fact[kind]}" for kind in kinds if kind in fact]
+    if "value" in fact:
+        parts.append(f"= {fact['value']!r}")
     if "statement" in fact:
         parts.append(f"with `{fact['statement'].strip()}`")
     return f"{'no ' if fact.get('absent') else ''}{' '.join(parts)} in {fact['path']}"

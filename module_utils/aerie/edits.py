@@ -199,7 +199,7 @@ class _Place:
         comma = source.text[end : source.line_end(end)].lstrip().startswith(",")
         code = ",\n".join(items) + ("," if comma else "")
         added = self.after(end, code, indent)
-        return added if comma else [Splice(end, end, ","), *added]
+        return added if comma else [Splice(end, end, ","), self.mark_line(end), *added]
 
     def insert_item(self, following: Node, item: str) -> list[Splice]:
         """Add ``item`` before ``following`` in a comma-separated list, as ``append_items`` does."""

@@ -23,6 +23,7 @@ _KIMI = f"{_MODELS}/kimi_k25.py"
 CAPABILITY_FILES = (_DEEPSEEK, _KIMI)
 _TAP_IDS = "aux_hidden_state_layers"
 _OVER_STAGES = "supports_aux_hidden_states_over_pp"
+_MIXIN = "EagleModelMixin"
 # Compiled libraries are hundreds of megabytes; everything that a patch or an editor touches is below this.
 _LARGE = 1 << 20
 
@@ -291,5 +292,10 @@ def _pipeline(code: _Code) -> Iterator[Evidence]:
         named = any(isinstance(target, ast.Name) and target.id == _OVER_STAGES for target in targets)
         if named and isinstance(value, ast.Constant) and value.value is True:
             yield code.there(f"DeepseekV2Model sets {_OVER_STAGES}", node)
+            bases = [base for base in owner.bases if ast.unparse(base) == _MIXIN]
+            if bases:
+                yield code.there(f"DeepseekV2Model has the base {_MIXIN}", bases[0])
+            else:
+                yield code.missing(f"DeepseekV2Model has no base {_MIXIN}: the flag alone carries no taps", owner)
             return
     yield code.missing(f"DeepseekV2Model does not set {_OVER_STAGES}", owner)

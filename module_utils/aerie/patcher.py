@@ -116,6 +116,7 @@ class Patcher:
     def __init__(self, package_dir: Path, store: Path) -> None:
         self.package_dir = package_dir.resolve()
         self.store = store
+        self._locked = False
         key = sha256_bytes(os.fsencode(self.package_dir))[:32]
         self._record_path = store / "patched" / f"{key}.json"
 
@@ -292,22 +293,30 @@ class Patcher:
         """
         if not work.changed and work.before == work.outcome:
             return
+        with self.lock():
+            self.refuse_stale(work, package)
+            with self._writing():
+                self._write(work)
+
+    def refuse_stale(self, work: Work, package: Package) -> None:
+        """Refuse ``work`` that was planned from what is not there any more; that holds for as long as ``lock``."""
+        if self._record() != work.before:
+            raise Refusal(f"{self.package_dir} was patched by another run meanwhile: run again")
+        for move in work.moves:
+            if package.read(move.path) != move.before:
+                raise Refusal(f"{self.package_dir / move.path} changed while this ran: run again")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self.store.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with self._lock():
-                self._write(work, package)
+            yield
         except OSError as error:
             where = error.filename2 or error.filename or self.package_dir
             raise Refusal(
                 f"cannot write {where}: {error.strerror}; mend that and run again, which completes the work"
             ) from error
 
-    def _write(self, work: Work, package: Package) -> None:
-        if self._record() != work.before:
-            raise Refusal(f"{self.package_dir} was patched by another run meanwhile: run again")
-        for move in work.moves:
-            if package.read(move.path) != move.before:
-                raise Refusal(f"{self.package_dir / move.path} changed while this ran: run again")
+    def _write(self, work: Work) -> None:
         for kind in ("pristine", "patched"):
             _remove(self.store.glob(f"{kind}/.*"))
         for kind, data in work.kept:
@@ -356,24 +365,36 @@ class Patcher:
         write_atomically(path, data)
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Keep out other runs on this package, whatever their store, and on this store."""
-        with ExitStack() as stack:
-            for path, flags in (
-                (self.package_dir, os.O_DIRECTORY),
-                (self.store / "patch.lock", os.O_RDWR | os.O_CREAT),
-            ):
-                descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-                stack.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise Refusal(f"another run is patching ({path} is locked): wait for it and run again") from error
-                except OSError as error:
-                    # NFS locks no directory; there the store's lock has to do.
-                    if error.errno != errno.EBADF:
-                        raise
+    def lock(self) -> Iterator[None]:
+        """Keep out other runs on this package, whatever their store, and on this store. ``write`` may be within."""
+        if self._locked:
             yield
+            return
+        with ExitStack() as stack:
+            with self._writing():
+                self.store.mkdir(mode=0o755, parents=True, exist_ok=True)
+                self._take_locks(stack)
+            self._locked = True
+            try:
+                yield
+            finally:
+                self._locked = False
+
+    def _take_locks(self, stack: ExitStack) -> None:
+        for path, flags in (
+            (self.package_dir, os.O_DIRECTORY),
+            (self.store / "patch.lock", os.O_RDWR | os.O_CREAT),
+        ):
+            descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Refusal(f"another run is patching ({path} is locked): wait for it and run again") from error
+            except OSError as error:
+                # NFS locks no directory; there the store's lock has to do.
+                if error.errno != errno.EBADF:
+                    raise
 
 
 def _remove_staged(targets: Iterable[Path]) -> None:

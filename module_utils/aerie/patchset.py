@@ -22,7 +22,7 @@ import base64
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ansible.module_utils.aerie.code_facts import Code, Fact, describe
@@ -33,6 +33,8 @@ from ansible.module_utils.aerie.source import Refusal, unified_diff
 from ansible.module_utils.aerie.wheel import Package
 
 NATIVE, APPLIES, APPLIED, REFUSED, NOT_NEEDED = "native", "applies", "applied", "refused", "not needed"
+# The capability that is about more than one pipeline stage.
+OVER_STAGES = "pipeline_parallel"
 PatchSet = Mapping[str, Any]
 _KEYS = {"name", "description", "versions", "native", "requires", "files", "proof", "capabilities"}
 _OPTIONAL_ROLES = ("wrapper", "allow_list", "loader")
@@ -71,7 +73,8 @@ class Capability:
 class SetPlan:
     """What a patch set does to one release: ``state``, why, and the planned files with their proof.
 
-    For a release that has it (``native``) the proof is that of the release's own code.
+    For a release that has it (``native``) the proof is that of the release's own code, which then may fail over several
+    pipeline stages.
     """
 
     name: str
@@ -102,6 +105,11 @@ def plan_sets(
     That is when a set is refused, when two apply, when none is for this code, or when the release has no model for one
     of ``architectures``. Without patch sets the plan is empty.
     """
+    if patch_sets and (not layer_counts or min(layer_counts) < 1):
+        raise Refusal(
+            f"vllm_patch_layer_counts is {list(layer_counts)}, which proves nothing: name the numbers of layers of the "
+            "target models, such as [61]"
+        )
     code = Code(package)
     release = f"vLLM {package.version}"
     for architecture in architectures:
@@ -132,11 +140,14 @@ def plan_sets(
 
 
 def _joined(plans: Sequence[SetPlan]) -> dict[str, Capability]:
-    """Return the capabilities of a release: what any of ``plans`` supports, or why the first one does not."""
+    """Return the capabilities of a release: what any of ``plans`` supports, or why the last one does not.
+
+    The sets come oldest release first, and the last one knows most of this one.
+    """
     joined: dict[str, Capability] = {}
     for plan in plans:
         for name, capability in plan.capabilities.items():
-            if name not in joined or (capability.supported and not joined[name].supported):
+            if name not in joined or not joined[name].supported:
                 joined[name] = capability
     return joined
 
@@ -157,13 +168,10 @@ def _plan_set(code: Code, patch_set: PatchSet, layer_counts: Sequence[int]) -> S
         proof = resolve_proof(code, patch_set["proof"])
         capabilities = {key: _capability(code, entry) for key, entry in patch_set["capabilities"].items()}
         models = [proof[role]["path"] for role in ("causal_lm", "wrapper") if role in proof]
-        stock = prove_set(code.read, proof, layer_counts, inner_taps=has_it, stop_early=True)
+        stock = prove_set(code.read, proof, layer_counts, inner_taps=has_it, stop_early=not has_it)
         if has_it or not stock.failures:
-            why = f"{describe(patch_set['native'][0])}; " if has_it else ""
-            warning = f"{release} has {name} itself, and its own code fails the symbolic check: {stock.summary}"
-            warnings = [warning] if stock.failures else []
-            reason = f"{release} has it: {why}{stock.summary}"
-            return SetPlan(name, NATIVE, reason, [], stock, warnings, capabilities, models)
+            found = describe(patch_set["native"][0]) if has_it else ""
+            return _native(SetPlan(name, NATIVE, "", [], stock, [], capabilities, models), release, found)
         warnings = _version_warnings(code.package.version, patch_set)
         files = _plan_files(code, patch_set)
     except Refusal as refusal:
@@ -178,6 +186,31 @@ def _plan_set(code: Code, patch_set: PatchSet, layer_counts: Sequence[int]) -> S
         return SetPlan(name, REFUSED, f"{name} is refused for {release}: {result.summary}", files, result, warnings)
     reason = f"{release} needs it; {result.summary}"
     return SetPlan(name, APPLIES, reason, files, result, warnings, capabilities, models)
+
+
+def _native(plan: SetPlan, release: str, found: str) -> SetPlan:
+    """Return the ``plan`` of a set that ``release`` has itself, with the reason and with what its own code fails at.
+
+    ``found`` is what says so, "" for nothing but the proof. What fails only over several pipeline stages costs no more
+    than those.
+    """
+    proof, name = plan.proof, plan.name
+    evidence = f"{found}; {proof.summary}" if found else proof.summary
+    if not proof.failures:
+        return replace(plan, reason=f"{release} has it: {evidence}")
+    fails = f"its own code fails the symbolic check: {proof.summary}"
+    if not proof.fails_only_over_stages:
+        reason = (
+            f"{name} is refused for {release}, which says that it has it ({found}): {fails}; install a release that "
+            f"docs/patch-sets.md lists, or leave {name} out of vllm_patch_sets and do without its proof"
+        )
+        return replace(plan, state=REFUSED, reason=reason, capabilities={})
+    return replace(
+        plan,
+        reason=f"{release} has it for one pipeline stage: {evidence}",
+        warnings=[f"{release} has {name} for one pipeline stage only: over several {fails}"],
+        capabilities={**plan.capabilities, OVER_STAGES: Capability(False, fails)},
+    )
 
 
 def make_plan(package: Package, plans: Sequence[SetPlan]) -> dict[str, Any]:

@@ -85,6 +85,11 @@ class Proof:
     failures: list[tuple[Case | Gate, str]] = field(default_factory=list)
 
     @property
+    def fails_only_over_stages(self) -> bool:
+        """Tell whether all that failed are cases of several pipeline stages."""
+        return all(isinstance(case, Case) and len(case.stages) > 1 for case, _ in self.failures)
+
+    @property
     def summary(self) -> str:
         """Return one line for people; a failure's line names its case."""
         passed = f"{self.run - len(self.failures)} of {self.run} symbolic cases passed"

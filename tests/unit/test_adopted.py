@@ -17,7 +17,7 @@ import patched_host
 import pytest
 import toy_vllm
 from ansible.module_utils.aerie.adopted import Adopted, UserUnit
-from ansible.module_utils.aerie.patcher import Patcher
+from ansible.module_utils.aerie.patcher import Patcher, Work
 from ansible.module_utils.aerie.source import Refusal
 from ansible.module_utils.aerie.wheel import package_of_directory
 from modules import run_module
@@ -319,6 +319,65 @@ def _killed_before_the_start(machine: Machine, plan: dict[str, Any] | None) -> N
             os._exit(1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def adopted(machine: Machine) -> Adopted:
+    host = machine.host
+    unit = UserUnit(UNIT, "", 2, host.store / f"stopped-{UNIT}")
+    return Adopted(Patcher(host.package_dir, host.store), package_of_directory(host.package_dir), unit, {})
+
+
+@pytest.mark.parametrize("second", ["the same patch", "the undo"])
+def test_of_two_runs_planned_at_once_the_second_leaves_the_unit_alone(machine: Machine, second: str) -> None:
+    plan = plan_of()
+    if second == "the undo":
+        adopted(machine).change(machine.host.work(plan_of(versions=">=0.30", name="older")))
+    works = [machine.host.work(plan), machine.host.work(plan if second == "the same patch" else None)]
+    adopted(machine).change(works[0])
+    calls = machine.calls
+    with pytest.raises(Refusal, match="was patched by another run meanwhile: run again"):
+        adopted(machine).change(works[1])
+    assert (machine.calls, machine.active, machine.noted()) == (calls, "active", False)
+    assert digests(machine.host.bytes()) == patched(plan)
+
+
+def test_another_run_is_kept_out_from_the_stop_until_the_unit_is_back(machine: Machine) -> None:
+    """The other run plans and tries whenever the first one has systemd do something."""
+    host, said = machine.host, []
+
+    class Watched(UserUnit):
+        def stop(self) -> None:
+            super().stop()
+            self.other()
+
+        def start(self) -> str:
+            self.other()
+            fault = super().start()
+            self.other()
+            return fault
+
+        def other(self) -> None:
+            before = machine.calls
+            with pytest.raises(Refusal) as refusal:
+                adopted(machine).change(host.work(None))
+            said.append(str(refusal.value))
+            assert machine.calls == before
+
+    first = adopted(machine)
+    unit = Watched(UNIT, "", 2, host.store / f"stopped-{UNIT}")
+    Adopted(first.patcher, first.package, unit, {}).change(host.work(plan_of()))
+    assert len(said) == 3
+    assert all(message.startswith("another run is patching (") for message in said)
+    assert (machine.calls, machine.active, machine.noted()) == (["stop", "start"], "active", False)
+
+
+def test_a_unit_that_another_run_has_started_again_is_not_stopped_once_more(machine: Machine) -> None:
+    plan = plan_of()
+    machine.run(plan=plan)
+    # Planned while the other run had the unit stopped: nothing to change, but to start it.
+    done: Work = machine.host.work(plan)
+    adopted(machine).change(done)
+    assert machine.calls == ["stop", "start"]
 
 
 def test_without_a_unit_nothing_is_stopped(machine: Machine) -> None:

@@ -210,7 +210,10 @@ def test_an_edit_changes_its_lines_and_no_other(fields: dict[str, Any], gone: li
         ("class A(C, metaclass=M):", "class A(C, B, metaclass=M):  # aerie set:e"),
         ("class A(C,\n        D):", "class A(C,\n        D, B):  # aerie set:e"),
         ("class A(\n    C, D\n):", "class A(\n    C, D, B  # aerie set:e\n):"),
-        ("class A(\n    C,\n    D  # last\n):", "class A(\n    C,\n    D,  # last\n    B  # aerie set:e\n):"),
+        (
+            "class A(\n    C,\n    D  # last\n):",
+            "class A(\n    C,\n    D,  # last  # aerie set:e\n    B  # aerie set:e\n):",
+        ),
         ("class A(C[int]):  # why", "class A(C[int], B):  # why  # aerie set:e"),
     ],
 )
@@ -263,11 +266,11 @@ def test_an_attribute_follows_the_ones_that_are_there() -> None:
     assert "    flag = False  # why\n    over_pp = True  # aerie set:e\n" in result
 
 
-def test_a_last_item_without_a_comma_gets_one() -> None:
+def test_a_last_item_without_a_comma_gets_one_and_the_mark() -> None:
     data = b"from a import (\n    B\n)\n"
     assert (
         edit(data, op="add_import", **{"from": "a", "name": "c"})
-        == "from a import (\n    B,\n    c  # aerie set:e\n)\n"
+        == "from a import (\n    B,  # aerie set:e\n    c  # aerie set:e\n)\n"
     )
 
 
@@ -389,3 +392,12 @@ def test_insertions_at_one_place_keep_their_order() -> None:
     ]
     result = apply_edits("m.py", MODEL, "set", edits).decode()
     assert "        p = 1  # aerie set:p\n        q = 1  # aerie set:q\n        return x, taps" in result
+
+
+def test_a_shape_tells_true_from_one() -> None:
+    for shape, code in (("x = 1", "x = True"), ("x = False", "x = 0"), ("x = 1", "x = 1.0")):
+        with pytest.raises(Refusal, match="found 0"):
+            edit(f"{code}\n".encode(), op="replace_statement", statement=shape, code="x = 2")
+        assert edit(f"{shape}\n".encode(), op="replace_statement", statement=shape, code="x = 2") == (
+            "x = 2  # aerie set:e\n"
+        )

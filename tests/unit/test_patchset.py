@@ -61,15 +61,61 @@ def test_a_release_whose_own_code_passes_the_proof_is_native_without_any_mark(tm
     assert planned.proof.run > 0
 
 
-def test_a_release_that_says_it_has_it_and_fails_the_proof_is_native_with_a_warning(tmp_path: Path) -> None:
+def test_a_release_whose_own_code_fails_over_stages_has_it_for_one_stage_only(tmp_path: Path) -> None:
     wrong = NATIVE_MODEL.replace(b"start=self.start_layer", b"start=0")
     release = package(tmp_path, models_toy_py=wrong)
+    never = {"pipeline_parallel": {"supported": False, "reason": "the runner cannot"}}
+    earlier = toy_vllm.patch_set(name="earlier", proof={**toy_vllm.PROOF, "pipeline_sizes": [1]}, capabilities=never)
+    capabilities: dict[str, Any]
+    for capabilities in ({"pipeline_parallel": {}}, {}):
+        chosen = plan_sets(release, [earlier, toy_vllm.patch_set(capabilities=capabilities)], [8])
+        planned = chosen.plans[-1]
+        assert (planned.state, chosen.plan["files"]) == ("native", [])
+        assert planned.reason.startswith("vLLM 0.33.0 has it for one pipeline stage: class Model attribute native_mark")
+        assert f"{planned.proof.run - len(planned.proof.failures)} of {planned.proof.run} symbolic" in planned.reason
+        (warning,) = chosen.warnings
+        assert warning.startswith("vLLM 0.33.0 has toy for one pipeline stage only: over several its own code fails")
+        over_stages = chosen.capabilities["pipeline_parallel"]
+        assert not over_stages.supported
+        assert over_stages.reason == f"its own code fails the symbolic check: {planned.proof.summary}"
+        assert "first failure: pipeline size 2 " in over_stages.reason
+        assert "lost tap" in over_stages.reason
+
+
+def test_a_release_whose_own_code_fails_on_one_stage_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    wrong = NATIVE_MODEL.replace(b"taps.append(self.gathered(hidden_states + residual, positions))", b"pass")
+    release = package(tmp_path, models_toy_py=wrong)
     planned = plan_set(release, toy_vllm.patch_set(), [8])
-    assert planned.state == "native"
-    (warning,) = planned.warnings
-    assert warning.startswith("vLLM 0.33.0 has toy itself, and its own code fails the symbolic check: ")
-    assert "lost tap" in warning
-    assert plan_sets(release, [toy_vllm.patch_set()], [8]).warnings == [warning]
+    assert (planned.state, planned.files, planned.capabilities) == ("refused", [], {})
+    assert planned.reason.startswith(
+        "toy is refused for vLLM 0.33.0, which says that it has it "
+        "(class Model attribute native_mark in models/toy.py): its own code fails the symbolic check: "
+    )
+    assert "first failure: pipeline size 1 (layers 8), ids (2, 4, 5): lost tap stream 2" in planned.reason
+    assert planned.reason.endswith("leave toy out of vllm_patch_sets and do without its proof")
+    with pytest.raises(Refusal) as refusal:
+        plan_sets(release, [toy_vllm.patch_set()], [8])
+    assert str(refusal.value) == planned.reason
+
+
+def test_an_attribute_counts_as_the_value_that_is_asked_for(tmp_path: Path) -> None:
+    flag = {"path": toy_vllm.MODEL, "class": "Model", "attribute": "supports_aux_hidden_states_over_pp"}
+    for value, state in ((False, "applies"), (True, "not needed"), (0, "not needed")):
+        assert plan(tmp_path, requires=[{**flag, "value": value}]).state == state
+    asked = "class Model attribute supports_aux_hidden_states_over_pp = True in models/toy.py"
+    assert (
+        plan(tmp_path, requires=[{**flag, "value": True}]).reason == f"toy is for code with {asked}, unlike vLLM 0.33.0"
+    )
+
+
+@pytest.mark.parametrize("layers", [[], [0], [61, -1]])
+def test_numbers_of_layers_that_prove_nothing_are_refused_by_name(tmp_path: Path, layers: list[int]) -> None:
+    release = package(tmp_path, models_toy_py=NATIVE_MODEL)
+    with pytest.raises(Refusal) as refusal:
+        plan_sets(release, [toy_vllm.patch_set()], layers)
+    assert str(refusal.value).startswith(f"vllm_patch_layer_counts is {layers}, which proves nothing: name the numbers")
+    # Without patch sets there is nothing to prove.
+    assert plan_sets(release, [], layers).plan["files"] == []
 
 
 def test_an_older_release_is_refused_and_a_newer_one_is_answered_with_a_warning(tmp_path: Path) -> None:

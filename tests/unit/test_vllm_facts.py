@@ -18,7 +18,7 @@ KIMI = "model_executor/models/kimi_k25.py"
 MARK = "  # aerie toy:one"
 
 MODEL = """\
-class DeepseekV2Model(nn.Module):
+class DeepseekV2Model(nn.Module, EagleModelMixin):
     supports_aux_hidden_states_over_pp = True
 
     def forward(self, hidden_states, residual):
@@ -90,7 +90,9 @@ def test_a_native_release_is_described_with_its_evidence(facts: Run, tmp_path: P
         ("native", f"vllm/{DEEPSEEK}", line_of(MODEL, part))
         for part in ("if idx in self.aux", "if self.end_layer in", "residual is None")
     ]
-    assert seen(result, "pipeline") == [("native", f"vllm/{DEEPSEEK}", line_of(MODEL, "_over_pp = True"))]
+    assert seen(result, "pipeline") == [
+        ("native", f"vllm/{DEEPSEEK}", line_of(MODEL, part)) for part in ("_over_pp = True", "EagleModelMixin")
+    ]
     by_package = facts(package_dir=str(package(where)))
     assert {**by_package, "invocation": None} == {**result, "invocation": None}
 
@@ -101,6 +103,8 @@ CASES = [
     ("if self.end_layer in self.aux_hidden_state_layers", "if False", "taps", "for idx, layer in"),
     ("if idx in self.aux_hidden_state_layers", "if False", "taps", "def forward"),
     ("_over_pp = True", "_over_pp = False", "pipeline", "class DeepseekV2Model"),
+    # The flag alone.
+    (", EagleModelMixin", "", "pipeline", "class DeepseekV2Model"),
 ]
 
 

@@ -230,6 +230,18 @@ def test_a_file_that_cannot_be_read_fails_without_a_traceback(
     assert result["msg"] == f"cannot read {package_dir / toy_vllm.MODEL}: Is a directory; mend that and run again"
 
 
+@pytest.mark.parametrize("arguments", [{"plan": {"files": []}}, {"state": "absent"}])
+def test_a_damaged_record_fails_without_a_traceback(run: Run, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    record = package_dir.with_name("vllm-0.33.0.dist-info") / "RECORD"
+    record.write_text("vllm/__init__.py,sha256=47DEQ\n")
+    result = run("vllm_patch", package_dir=str(package_dir), store=str(tmp_path / "store"), **arguments)
+    assert result["failed"]
+    assert result["msg"] == (
+        f"{record} is damaged ('47DEQ' is no sha256 of vllm/__init__.py): install vllm-0.33.0.dist-info again"
+    )
+
+
 def test_present_needs_a_plan_or_patch_sets(run: Run, tmp_path: Path) -> None:
     result = run("vllm_patch", package_dir=str(tmp_path))
     assert result["failed"]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import toy_vllm
 from modules import run_module
 
+ROOT = Path(__file__).parents[2]
 REGISTRY = b'_MODELS = {"ToyForCausalLM": ("toy", "CausalLM")}\n'
 ELSEWHERE = [{"path": toy_vllm.MODEL, "class": "Absent"}]
 
@@ -64,3 +68,51 @@ def test_a_release_without_the_wanted_model_fails(plan: Plan) -> None:
     result = plan(toy_vllm.patch_set(), architectures=["OtherForCausalLM"])
     assert result["failed"]
     assert result["msg"].startswith("vLLM 0.33.0 has no model OtherForCausalLM: ")
+
+
+def test_a_list_of_layers_that_is_empty_fails_by_name(plan: Plan) -> None:
+    result = plan(toy_vllm.patch_set(), layer_counts=[])
+    assert result["failed"]
+    assert result["msg"].startswith("vllm_patch_layer_counts is [], which proves nothing: ")
+
+
+# Where a deploy plans: on one host for all, once the targets of all are known.
+PLAYBOOK = """\
+- hosts: all
+  connection: local
+  gather_facts: false
+  vars_files: [{root}/playbooks/group_vars/all.yml]
+  tasks:
+    - ansible.builtin.include_role:
+        name: vllm_patch
+        tasks_from: plan
+        apply: {{run_once: true, delegate_to: localhost}}
+      run_once: true
+    - ansible.builtin.debug:
+        msg: "{{{{ vllm_patch_plans[vllm_patch_wheel].proof.summary }}}}"
+      run_once: true
+"""
+
+
+def test_a_deploy_proves_for_the_layers_that_its_targets_have(tmp_path: Path, plan: Plan) -> None:
+    sets = tmp_path / "patches" / "toy"
+    sets.mkdir(parents=True)
+    (sets / "set.yml.j2").write_text(json.dumps(toy_vllm.patch_set()))
+    (tmp_path / "plan.yml").write_text(PLAYBOOK.format(root=ROOT))
+    targets = [{"architecture": "ToyForCausalLM", "text": {"num_hidden_layers": layers}} for layers in (4, 5)]
+    hosts = {f"host-{number}": {"target_model_result": target} for number, target in enumerate(targets)}
+    variables = {
+        "ansible_python_interpreter": sys.executable,
+        "vllm_patch_layer_counts": [8],
+        "vllm_patch_sets": ["toy"],
+        "vllm_patch_templates_dir": str(tmp_path / "patches"),
+        "vllm_patch_wheel": str(tmp_path / "vllm-0.33.0-py3-none-any.whl"),
+    }
+    (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": hosts, "vars": variables}}))
+    program = str(Path(sys.executable).with_name("ansible-playbook"))
+    command = [program, "-i", str(tmp_path / "hosts.json"), str(tmp_path / "plan.yml")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    wanted = plan(toy_vllm.patch_set(), layer_counts=[8, 4, 5])["proof"]
+    assert wanted["summary"] in run.stdout
+    assert wanted["run"] > plan(toy_vllm.patch_set())["proof"]["run"]

