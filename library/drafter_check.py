@@ -13,7 +13,7 @@ description:
     C(d2t) and C(t2d)), and compares architecture, widths, vocabularies, tap ids, positions, norms and quantisation.
   - Finds out what the tap ids mean (O(tap_dialect)), and writes a C(config.json) with vLLM's ids into O(derived) if the
     drafter's own would be misread.
-  - Fails when a finding is an error. Warnings are shown and do not fail.
+  - Fails when a finding is an error, unless O(mode) is V(advisory). Warnings are shown and do not fail.
   - Names the drafter's content by the SHA-256 of the files that a host needs. Changes nothing but O(digest_cache) and
     O(derived), which belong to this module.
 options:
@@ -31,6 +31,13 @@ options:
     description: The vLLM release that will serve it, such as V(0.33.0).
     type: str
     required: true
+  mode:
+    description:
+      - Whether findings that are errors fail the task (V(enforce)) or are warnings (V(advisory)).
+      - A drafter that cannot be read fails in any case, since there is nothing to send.
+    type: str
+    choices: [enforce, advisory]
+    default: enforce
   model_runner:
     description:
       - Which of vLLM's model runners will serve it; they look for tap ids in different places.
@@ -69,9 +76,14 @@ options:
   draft_kv_cache_dtype:
     description: The C(kv_cache_dtype) of the service's speculative-config, if it is set.
     type: str
-  max_model_len:
-    description: The context length that the service is started with. By default the target's own.
+  draft_max_model_len:
+    description: The C(max_model_len) of the service's speculative-config, if it is set.
     type: int
+  max_model_len:
+    description:
+      - The service's option C(max-model-len) as vLLM takes it, such as V(131072), V(128K), V(128k) or V(auto).
+      - By default the target's own context length.
+    type: str
   taps_proved:
     description:
       - Whether the release carries a patch set whose proof covers every tap id from 0 to the number of layers, and
@@ -174,6 +186,10 @@ drafter:
       description: The files that a host needs, each with name, path, size and sha256.
       type: list
       elements: dict
+errors:
+  description: How many of RV(findings) are errors, which is none unless O(mode) is V(advisory).
+  returned: success
+  type: int
 findings:
   description: What does not fit, worst first.
   returned: always
@@ -207,13 +223,12 @@ from ansible.module_utils.aerie.dialects import CHOICES
 from ansible.module_utils.aerie.digest_cache import cached_sha256
 from ansible.module_utils.aerie.doctor import describe, examine, unreadable
 from ansible.module_utils.aerie.drafter import Drafter, content_digest, travelling_files
-from ansible.module_utils.aerie.drafter_fit import Service, Target
-from ansible.module_utils.aerie.findings import ERROR, WARNING, Finding
+from ansible.module_utils.aerie.drafter_fit import Service, Target, context_length
+from ansible.module_utils.aerie.findings import ERROR, NOTE, Finding
 from ansible.module_utils.basic import AnsibleModule
 
 SERVICE_OPTIONS = {
     "model_runner": {"type": "str", "choices": ["auto", "v1", "v2"], "default": "auto"},
-    "max_model_len": {"type": "int"},
     "taps_proved": {"type": "bool", "default": False},
     "tap_dialect": {"type": "str", "choices": list(CHOICES), "default": "auto"},
     "pipeline_parallel_size": {"type": "int", "default": 1},
@@ -221,12 +236,15 @@ SERVICE_OPTIONS = {
     "kv_cache_dtype": {"type": "str"},
     "draft_attention_backend": {"type": "str"},
     "draft_kv_cache_dtype": {"type": "str"},
+    "draft_max_model_len": {"type": "int"},
 }
 ARGUMENT_SPEC = {
     "path": {"type": "path", "required": True},
     "target": {"type": "dict", "required": True},
     "vllm_version": {"type": "str", "required": True},
+    "mode": {"type": "str", "choices": ["enforce", "advisory"], "default": "enforce"},
     **SERVICE_OPTIONS,
+    "max_model_len": {"type": "str"},
     "derived": {"type": "path"},
     "digest_cache": {"type": "path"},
 }
@@ -239,12 +257,15 @@ def main() -> None:
     derived, cache = (Path(options[name]) if options[name] else None for name in ("derived", "digest_cache"))
     try:
         target = Target.from_facts(options["target"])
-        service = Service(options["vllm_version"], **{name: options[name] for name in SERVICE_OPTIONS})
+        given = {name: options[name] for name in SERVICE_OPTIONS}
+        length = context_length(options["max_model_len"]) if options["max_model_len"] else None
+        service = Service(options["vllm_version"], max_model_len=length, **given)
     except ValueError as error:
         module.fail_json(msg=f"The drafter cannot be checked: {error}", findings=[])
     examination = examine(path, target, service, derived)
-    fail_on_errors(module, examination.findings)
     drafter = examination.drafter
+    if drafter is None or options["mode"] == "enforce":
+        fail_on_errors(module, examination.findings)
     assert drafter is not None
     try:
         files = manifest(drafter, cache)
@@ -252,7 +273,7 @@ def main() -> None:
     except OSError as error:
         fail_on_errors(module, unreadable(CheckpointError([cannot_read(Path(error.filename or path), error)])))
     for finding in examination.findings:
-        if finding.severity == WARNING:
+        if finding.severity != NOTE:
             module.warn(f"{finding.message}; {finding.remedy}")
     module.exit_json(
         changed=False,
@@ -264,6 +285,7 @@ def main() -> None:
             "files": files,
         },
         findings=[finding.as_dict() for finding in examination.findings],
+        errors=len(examination.errors),
     )
 
 

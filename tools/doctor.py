@@ -22,7 +22,7 @@ ansible.module_utils.__path__.append(str(ROOT / "module_utils"))
 from ansible.module_utils.aerie.checkpoint import CheckpointError  # noqa: E402
 from ansible.module_utils.aerie.dialects import CHOICES  # noqa: E402
 from ansible.module_utils.aerie.doctor import Examination, describe, examine  # noqa: E402
-from ansible.module_utils.aerie.drafter_fit import Service, Target  # noqa: E402
+from ansible.module_utils.aerie.drafter_fit import Service, Target, context_length  # noqa: E402
 from ansible.module_utils.aerie.drafter_taps import used_tap_ids  # noqa: E402
 from ansible.module_utils.aerie.findings import ERROR, NOTE, WARNING  # noqa: E402
 from ansible.module_utils.aerie.target import describe_target  # noqa: E402
@@ -35,7 +35,7 @@ def main() -> int:
         service = Service(
             options.vllm,
             options.model_runner,
-            options.max_model_len,
+            context_length(options.max_model_len) if options.max_model_len else None,
             options.taps_proved,
             options.dialect,
             options.pipeline_parallel_size,
@@ -43,6 +43,7 @@ def main() -> int:
             options.kv_cache_dtype,
             options.draft_attention_backend,
             options.draft_kv_cache_dtype,
+            options.draft_max_model_len,
         )
     except (CheckpointError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
@@ -64,12 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", choices=["text", "json"], default="text")
     parser.add_argument("--dialect", choices=CHOICES, default="auto", help="what the tap ids mean")
     parser.add_argument("--model-runner", choices=["auto", "v1", "v2"], default="auto")
-    parser.add_argument("--max-model-len", type=int, help="the service's context; by default the target's")
+    parser.add_argument("--max-model-len", help="the service's, such as 131072 or 128K; by default the target's")
     parser.add_argument("--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--attention-backend", help="the service's")
     parser.add_argument("--kv-cache-dtype", help="the service's")
     parser.add_argument("--draft-attention-backend", help="that of speculative-config")
     parser.add_argument("--draft-kv-cache-dtype", help="that of speculative-config")
+    parser.add_argument("--draft-max-model-len", type=int, help="that of speculative-config")
     parser.add_argument("--taps-proved", action="store_true", help="a patch set of Aerie's will be applied")
     return parser
 

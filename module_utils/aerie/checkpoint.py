@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +68,11 @@ def cannot_read(path: Path, error: OSError) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """Return the JSON object in the file at ``path``. Raises CheckpointError if it is missing or something else."""
+    """Return the JSON object in the file at ``path``.
+
+    Raises CheckpointError if it is missing or something else, or has numbers that are not finite: JSON has none, but
+    Python writes and reads them, and no size or factor of a model is one.
+    """
     try:
         document = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -78,7 +83,26 @@ def read_json_object(path: Path) -> dict[str, object]:
         raise CheckpointError([f"{path}: not JSON ({error})"]) from None
     if not isinstance(document, dict):
         raise CheckpointError([f"{path}: not a JSON object"])
+    problems = [f"{path}: {name} is {value}, expected a finite number" for name, value in _not_finite(document)]
+    if problems:
+        raise CheckpointError(problems)
     return document
+
+
+def _not_finite(document: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each number that no float holds, such as ``rope_scaling.factor`` and ``-inf``."""
+    # A list and no recursion: a file may be nested as deeply as the parser bears.
+    rest: list[tuple[str, object]] = list(document.items())
+    while rest:
+        name, value = rest.pop()
+        if isinstance(value, dict):
+            rest += [(f"{name}.{key}", item) for key, item in value.items()]
+        elif isinstance(value, list):
+            rest += [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value, float) and not abs(value) <= sys.float_info.max:
+            yield name, str(value)
+        elif isinstance(value, int) and abs(value) > sys.float_info.max:
+            yield name, f"an integer of {value.bit_length()} bits"
 
 
 def read_checkpoint(root: Path, ignored: Iterable[str] = ()) -> Checkpoint:

@@ -131,17 +131,13 @@ def needs_derivation(drafter: Drafter, resolution: Resolution) -> bool:
     Ids that contradict each other, or are out of order, are not known: those are errors in any case.
     """
     taps = drafter.tap_ids
-    if (
-        resolution.tap_ids is None
-        or not drafter.uses_taps
-        or (taps.top_level and taps.nested not in (None, taps.top_level))
-    ):
+    if resolution.tap_ids is None or not drafter.uses_taps or taps.contradict:
         return False
     return resolution.tap_ids != taps.top_level
 
 
 def derive(drafter: Drafter, resolution: Resolution, folder: Path) -> Drafter:
-    """Return ``drafter`` with a config.json that has vLLM's ids in both places that runners read.
+    """Return ``drafter`` with a config.json that has vLLM's ids in both places that runners read, and no others.
 
     It lies in ``folder``/<its SHA-256>/, says what it was derived from, and everything else in it is as it was.
     """
@@ -149,7 +145,9 @@ def derive(drafter: Drafter, resolution: Resolution, folder: Path) -> Drafter:
     document = dict(drafter.document) | ids
     holder = "transformer_layer_config" if drafter.is_speculators else None
     inner = dict(_section(document, holder)) if holder else document
-    inner["eagle_config"] = dict(eagle_config(drafter.settings)) | ids
+    nested = dict(eagle_config(drafter.settings))
+    # The same ids by another name, which stay as they were written otherwise.
+    inner["eagle_config"] = nested | ids | ({"layer_ids": resolution.tap_ids} if nested.get("layer_ids") else {})
     if holder:
         document[holder] = inner
     document[_ORIGIN] = {

@@ -57,6 +57,21 @@ class TapIds:
         """The ids that the drafter's author wrote down."""
         return self.top_level or self.nested or self.layer_ids
 
+    @property
+    def places(self) -> dict[str, list[int]]:
+        """The declared ids by the field that declares them."""
+        fields = {
+            TAP_IDS: self.top_level,
+            f"eagle_config.{TAP_IDS}": self.nested,
+            "eagle_config.layer_ids": self.layer_ids,
+        }
+        return {place: ids for place, ids in fields.items() if ids}
+
+    @property
+    def contradict(self) -> bool:
+        """Whether two places declare different ids."""
+        return len({tuple(ids) for ids in self.places.values()}) > 1
+
 
 @dataclass(frozen=True)
 class Drafter:

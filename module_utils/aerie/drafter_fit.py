@@ -17,6 +17,11 @@ OPTIONS = "the service's options"
 RUNNER_V2_BY_DEFAULT: Version = (0, 29)
 EAGLE3_OVER_STAGES: Version = (0, 30)
 
+# How vLLM reads --max-model-len.
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_COUNT = re.compile(r"(\d+)([KMGT]?)|(\d+\.\d+|\d+)([kmgt])")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -56,8 +61,8 @@ class Service:
 
     ``taps_proved``: a patch set whose proof covers every tap id and pipeline size is part of the release.
     ``tap_dialect``: what the drafter's tap ids mean; one of dialects.CHOICES.
-    ``attention_backend`` and ``kv_cache_dtype`` are the service's, the ones that begin with ``draft_`` those of its
-    speculative-config; None where the service leaves the choice to vLLM.
+    ``max_model_len``, ``attention_backend`` and ``kv_cache_dtype`` are the service's, the ones that begin with
+    ``draft_`` those of its speculative-config; None where the service leaves the choice to vLLM.
     """
 
     vllm_version: str
@@ -70,6 +75,7 @@ class Service:
     kv_cache_dtype: str | None = None
     draft_attention_backend: str | None = None
     draft_kv_cache_dtype: str | None = None
+    draft_max_model_len: int | None = None
     release: Version = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,3 +99,18 @@ class Service:
     def names_runner(self) -> str:
         """Name runner and release for a message."""
         return f"Model Runner {self.runner.upper()} of vLLM {self.vllm_version}"
+
+
+def context_length(text: str) -> int | None:
+    """Return the tokens that vLLM makes of the option max-model-len; None for ``auto``, where the target's count.
+
+    As vLLM has it, 128K is 128 x 1024 and 128k is 128 x 1000. Raises ValueError for what is no number of tokens.
+    """
+    text = text.strip()
+    if text == "-1" or text.lower() == "auto":
+        return None
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"max_model_len is {text!r}, expected tokens such as 131072, 128K, 128k or auto")
+    whole, binary, number, decimal = match.groups()
+    return int(whole) * _BINARY.get(binary, 1) if whole else int(float(number) * _DECIMAL[decimal])

@@ -6,6 +6,7 @@ Since when a release does what was read in the releases 0.15 to 0.33; older ones
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ansible.module_utils.aerie.drafter import MLA_ARCHITECTURES, Drafter, eagle_config, is_for_training
@@ -33,6 +34,11 @@ _NO_STAGES_AS_RELEASED: Version = (0, 34)
 _SHORT_DRAFTER_SHORTENS_TARGET: Version = (0, 33)
 # vllm#24505: the drafter's cache has the type that its attention is built for.
 _FP8_CACHE_AND_OTHER_DRAFTER: Version = (0, 11)
+# From here on a platform may register a KV cache of its own.
+_REGISTERED_KV_CACHES: Version = (0, 33)
+
+# The KV caches that vLLM 0.32 and 0.33 name, by their families.
+_KV_CACHES = re.compile(r"auto|float16|bfloat16|(fp8|int8|int4|nvfp4|turboquant|ultraquant|octave)(_\w+)?")
 
 # Rotary embeddings that vLLM 0.33 lengthens to the target's context; others keep the drafter's.
 _LENGTHENED = ("default", "linear", "llama3", "ntk", "proportional")
@@ -179,11 +185,28 @@ def check_max_position(drafter: Drafter, target: Target, service: Service) -> It
     else:
         needed = target.max_position_embeddings
         served = Fact("max_position_embeddings", needed, target.config)
-    length = drafter.max_position_embeddings
-    if length is None or length >= needed:
+    length, own = drafter.max_position_embeddings, service.draft_max_model_len
+    if length is None:
         return
+    limit, remedy = drafter.declares("max_position_embeddings"), "choose a drafter made for the longer context"
     in_v2 = service.runner == "v2"
     shortens = in_v2 and service.release >= _SHORT_DRAFTER_SHORTENS_TARGET and drafter.rope.kind not in _LENGTHENED
+    if own is not None:
+        said = Fact("max_model_len of speculative-config", own, OPTIONS)
+        if own > needed or own > max(length, drafter.rope.reach or 0):
+            yield Finding(
+                "max_position",
+                ERROR,
+                (said, served if own > needed else limit),
+                "vLLM does not start with a drafter's length that is more",
+                "leave max_model_len out of speculative-config, or lower it",
+            )
+            return
+        # Elsewhere V2 goes by the positions alone.
+        if shortens or not in_v2:
+            length, limit, remedy = own, said, "leave it out of speculative-config"
+    if length >= needed:
+        return
     if shortens:
         consequence = f"vLLM {service.vllm_version} would silently cut the target's context to {length} tokens"
     elif in_v2:
@@ -193,9 +216,9 @@ def check_max_position(drafter: Drafter, target: Target, service: Service) -> It
     yield Finding(
         "max_position",
         ERROR if shortens else WARNING,
-        (drafter.declares("max_position_embeddings"), served),
+        (limit, served),
         consequence,
-        f"set max_model_len to {length} or less, or choose a drafter made for the longer context",
+        f"set max_model_len to {length} or less, or {remedy}",
     )
 
 
@@ -256,12 +279,14 @@ def check_dtype(drafter: Drafter, target: Target, service: Service) -> Iterator[
 
 
 def check_kv_cache(drafter: Drafter, target: Target, service: Service) -> Iterator[Finding]:
-    """Check an fp8 cache under a drafter that is not fp8."""
-    option = service.kv_cache_dtype or "auto"
-    if not option.startswith("fp8") or any(_is_fp8(drafter, name) for name in drafter.checkpoint.tensors):
-        return
+    """Check the type of cache that the drafter is given, and an fp8 cache under a drafter that is not fp8."""
+    own, option = service.draft_kv_cache_dtype, service.kv_cache_dtype or "auto"
     separate = service.release >= (_OVERRIDES_IN_V2 if service.runner == "v2" else _OWN_KV_CACHE_IN_V1)
+    if own:
+        yield from _check_own_kv_cache(own, separate, service)
     if separate:
+        return
+    if not option.startswith("fp8") or any(_is_fp8(drafter, name) for name in drafter.checkpoint.tensors):
         return
     breaks = service.release < _FP8_CACHE_AND_OTHER_DRAFTER
     yield Finding(
@@ -272,6 +297,36 @@ def check_kv_cache(drafter: Drafter, target: Target, service: Service) -> Iterat
         + (", and its attention fails on two dtypes (vllm#21177)" if breaks else ", without scales for its own values"),
         "leave the KV cache at auto, or deploy vLLM 0.31.0 or newer and set kv_cache_dtype in speculative-config",
     )
+
+
+def _check_own_kv_cache(own: str, separate: bool, service: Service) -> Iterator[Finding]:
+    """Check the kv_cache_dtype of speculative-config: whether it is one, and is read."""
+    said = Fact("kv_cache_dtype of speculative-config", own, OPTIONS)
+    if service.release < _OWN_KV_CACHE_IN_V1:
+        yield Finding(
+            "draft_kv_cache_dtype",
+            ERROR,
+            (said, Fact("the first release that has the option", "0.26.0", f"vLLM {service.vllm_version}")),
+            "vLLM does not start with an option that it does not have",
+            "leave it out of speculative-config, or deploy vLLM 0.26.0 or newer",
+        )
+    elif not _KV_CACHES.fullmatch(own):
+        registered = service.release >= _REGISTERED_KV_CACHES
+        yield Finding(
+            "draft_kv_cache_dtype",
+            WARNING if registered else ERROR,
+            (said, Fact("types of KV cache", "auto, float16, bfloat16, fp8 ...", f"vLLM {service.vllm_version}")),
+            "vLLM does not start with it" + (", unless a platform's plug-in registers it" if registered else ""),
+            "correct it, or leave it out of speculative-config",
+        )
+    elif not separate:
+        yield Finding(
+            "draft_kv_cache_dtype",
+            WARNING,
+            (said, Fact("the first release that reads it", "0.31.0", service.names_runner())),
+            "the drafter gets the service's KV cache",
+            "leave it out of speculative-config, or deploy vLLM 0.31.0 or newer",
+        )
 
 
 def check_attention_backend(drafter: Drafter, target: Target, service: Service) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the streams that vLLM will tap are those that the drafter was trained on.
 
-Where the model runners look for tap ids was read in vLLM 0.15 to 0.33.
+Where the model runners look for tap ids was read in vLLM 0.11 to 0.33.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from ansible.module_utils.aerie.drafter import TAP_IDS, Drafter, TapIds, default
 from ansible.module_utils.aerie.drafter_fit import Service, Target, Version
 from ansible.module_utils.aerie.findings import ERROR, NOTE, Fact, Finding
 
+# Older releases take the default, whatever the drafter declares.
+_READS_IDS: Version = (0, 11, 1)
+_V1_READS_NESTED_IDS: Version = (0, 22)
 _LAST_BOUNDARY_CAPTURED: Version = (0, 25)
 _V2_READS_LAYER_IDS: Version = (0, 27)
 _V2_CAN_DO_WITHOUT_TAPS: Version = (0, 33)
@@ -20,7 +23,7 @@ _V2_CAN_DO_WITHOUT_TAPS: Version = (0, 33)
 
 def used_tap_ids(taps: TapIds, service: Service, num_layers: int) -> list[int]:
     """Return the ids that vLLM taps in a target of ``num_layers`` layers, in the order in which they are declared."""
-    return taps.top_level or _read_below_eagle_config(taps, service) or default_tap_ids(num_layers)
+    return _read(taps, service) or default_tap_ids(num_layers)
 
 
 def check_aux_hidden_states(drafter: Drafter, target: Target, service: Service) -> Iterator[Finding]:
@@ -62,16 +65,13 @@ def check_tap_ids(drafter: Drafter, target: Target, service: Service) -> Iterato
             f"write the ids that the drafter was trained on as {TAP_IDS} into a copy of it",
         )
         return
-    if taps.top_level and taps.nested and taps.top_level != taps.nested:
+    if taps.contradict:
         yield Finding(
             "tap_ids_conflict",
             ERROR,
-            (
-                Fact(TAP_IDS, taps.top_level, drafter.config),
-                Fact(f"eagle_config.{TAP_IDS}", taps.nested, drafter.config),
-            ),
+            tuple(Fact(place, ids, drafter.config) for place, ids in taps.places.items()),
             "the drafter was trained on one of them",
-            "keep the ids of the training run, in both places, in a copy of the drafter",
+            "keep the ids of the training run, wherever ids stand, in a copy of the drafter",
         )
         return
     bad = list(_check_values(drafter, taps.declared, n_layers))
@@ -97,10 +97,17 @@ def check_tap_ids(drafter: Drafter, target: Target, service: Service) -> Iterato
     yield from _check_lost(resolution.tap_ids, Fact("tap ids", taps.declared, drafter.config), n_layers, service)
 
 
+def _read(taps: TapIds, service: Service) -> list[int] | None:
+    """Return the ids that the runner finds in the drafter's configuration."""
+    if service.release < _READS_IDS:
+        return None
+    return taps.top_level or _read_below_eagle_config(taps, service)
+
+
 def _read_below_eagle_config(taps: TapIds, service: Service) -> list[int] | None:
     """Return what the runner finds in eagle_config: V2 looks there for another name than V1."""
     if service.runner == "v1":
-        return taps.nested
+        return taps.nested if service.release >= _V1_READS_NESTED_IDS else None
     return taps.layer_ids if service.release >= _V2_READS_LAYER_IDS else None
 
 
@@ -157,7 +164,17 @@ def _check_use(drafter: Drafter, resolution: Resolution, n_layers: Fact, service
     declared, used = taps.declared, used_tap_ids(taps, service, layers)
     same = sorted(used) == sorted(resolution.tap_ids)
     meant = f"in the dialect {resolution.dialect} they are vLLM's {resolution.tap_ids}"
-    if taps.top_level is None and declared != _read_below_eagle_config(taps, service):
+    if service.release < _READS_IDS:
+        if not same:
+            yield Finding(
+                "tap_ids_unread",
+                ERROR,
+                (Fact("tap ids", declared, drafter.config), n_layers),
+                f"vLLM {service.vllm_version} reads no tap ids and taps its default {used}"
+                + ("" if resolution.tap_ids == declared else f" ({meant})"),
+                "deploy vLLM 0.11.1 or newer, or choose a drafter that was trained on the default",
+            )
+    elif taps.top_level is None and declared != _read_below_eagle_config(taps, service):
         yield Finding(
             "tap_ids_nested",
             NOTE if same else ERROR,

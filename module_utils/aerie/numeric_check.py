@@ -61,6 +61,7 @@ LAYER_GAIN = 0.5
 WRAPPER_PREFIX = "language_model."
 # The fault of a release whose model cannot carry taps from stage to stage.
 NO_STAGES = "no pipeline stages"
+MISSHAPEN, LOST, DOUBLED = "misshapen output", "taps lost", "taps doubled"
 MODELS = {"deepseek": "DeepseekV3ForCausalLM", "kimi": "KimiK25ForConditionalGeneration"}
 # What the imports and both models need, with room for the program beside a service that has its memory already.
 MEMORY_MB = 2048
@@ -68,6 +69,10 @@ MEMORY_MB = 2048
 STAGE_MB = 512
 # Where an exception says that the code under test is wrong, and not that it cannot be run here.
 MODEL_FILES = f"{os.sep}vllm{os.sep}model_executor{os.sep}models{os.sep}"
+# What says something of the host or the build, though the model's code is on the way there.
+_OF_THE_HOST = {"MemoryError", "OutOfMemoryError", "NotImplementedError", "AcceleratorError"}
+# Where torch calls a layer.
+_LAYER_CALL = f"{os.sep}torch{os.sep}nn{os.sep}modules{os.sep}module.py"
 
 
 class NotRunError(Exception):
@@ -485,31 +490,18 @@ class Model:
     def __init__(self, config: Any, model: Any, device: str, place: Place) -> None:  # noqa: ANN401
         self.config, self.model, self.device, self.place = config, model, device, place
         self.context = attention(config, device)
+        self.has_taps = False
 
     def declare(self, ids: Sequence[int]) -> None:
-        """Declare the taps as the runner does, through the top-level model. Raises FaultError."""
-        from vllm.model_executor.models.interfaces import supports_eagle3
-
-        if not supports_eagle3(self.model):
-            name = type(self.model).__name__
-            raise FaultError("no interface", f"{name} does not declare SupportsEagle3: the runner refuses it")
-        if self.place.stages > 1:
-            self._refuse_without_stages()
-        self.model.set_aux_hidden_state_layers(tuple(ids))
-
-    def _refuse_without_stages(self) -> None:
-        """Ask what Model Runner V2 asks. Raises FaultError."""
-        try:
-            from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import verify_supports_aux_hidden_states_over_pp
-        except ImportError as error:
-            raise FaultError(NO_STAGES, "this vLLM has no EAGLE-3 over pipeline stages: use one stage") from error
-        try:
-            verify_supports_aux_hidden_states_over_pp(self.model, "eagle3")
-        except ValueError as error:
-            raise FaultError(NO_STAGES, str(error)) from error
+        """Declare the taps as the runner does. Raises FaultError."""
+        declare_taps(self.model, ids, self.place.stages)
+        self.has_taps = True
 
     def run(self) -> tuple[Any, list[Any]]:
-        """Return the final hidden state and the taps, each (tokens, hidden) on the CPU; nothing on earlier stages."""
+        """Return the final hidden state and the taps, each (tokens, hidden) on the CPU; nothing on earlier stages.
+
+        Raises FaultError where the model does, or returns something else.
+        """
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.forward_context import set_forward_context
@@ -522,11 +514,14 @@ class Model:
             set_current_vllm_config(self.config),
             set_forward_context(vllm_config=self.config, num_tokens=len(PROMPT), **self.context),
         ):
-            output = self.model(tokens, positions, received)
+            output = called(self.model, self.has_taps, tokens, positions, received)
         if not self.place.is_last:
+            if not hasattr(output, "tensors"):
+                what = f"{_kind(output)}, and no tensors for the next stage"
+                raise FaultError(MISSHAPEN, f"stage {self.place.stage} returns {what}")
             self.place.send({**self._relayed(received), **{name: one.cpu() for name, one in output.tensors.items()}})
             return None, []
-        final, taps = output if isinstance(output, tuple) else (output, [])
+        final, taps = taken_apart(output)
         return final.float().cpu(), [tap.float().cpu() for tap in taps]
 
     def _received(self) -> Any:  # noqa: ANN401 - vllm.sequence.IntermediateTensors
@@ -543,7 +538,84 @@ class Model:
             return {}
         from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import aux_hidden_state_relay_keys
 
-        return {name: received[name].cpu() for name in aux_hidden_state_relay_keys(self.model)}
+        keys = aux_hidden_state_relay_keys(self.model)
+        lost = [name for name in keys if name not in received.tensors]
+        if lost:
+            raise FaultError(LOST, f"stage {self.place.stage} has to hand on {', '.join(lost)} and did not get it")
+        return {name: received[name].cpu() for name in keys}
+
+
+def declare_taps(model: Any, ids: Sequence[int], stages: int) -> None:  # noqa: ANN401
+    """Declare the taps as the runner does, through the top-level model. Raises FaultError."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if not supports_eagle3(model):
+        name = type(model).__name__
+        raise FaultError("no interface", f"{name} does not declare SupportsEagle3: the runner refuses it")
+    if stages > 1:
+        _refuse_without_stages(model)
+    model.set_aux_hidden_state_layers(tuple(ids))
+
+
+def _refuse_without_stages(model: Any) -> None:  # noqa: ANN401
+    """Ask what Model Runner V2 asks. Raises FaultError."""
+    try:
+        from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import verify_supports_aux_hidden_states_over_pp
+    except ImportError as error:
+        raise FaultError(NO_STAGES, "this vLLM has no EAGLE-3 over pipeline stages: use one stage") from error
+    try:
+        verify_supports_aux_hidden_states_over_pp(model, "eagle3")
+    except ValueError as error:
+        raise FaultError(NO_STAGES, str(error)) from error
+
+
+def called(model: Callable[..., Any], has_taps: bool, *arguments: Any) -> Any:  # noqa: ANN401
+    """Call the model. Raises FaultError where its own code is what fails.
+
+    That is where the last frame is a model's, or one that it called with arguments of its own: the name of a tensor
+    that no stage sent fails in another file. What fails below one of its layers may be a kernel that this host lacks,
+    but not when the same layers ran without taps.
+    """
+    try:
+        return model(*arguments)
+    except (FaultError, NotRunError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [index for index, frame in enumerate(frames) if MODEL_FILES in frame.filename]
+        of_the_host = any(kind.__name__ in _OF_THE_HOST for kind in type(error).__mro__)
+        if not own or of_the_host:
+            raise
+        below_a_layer = any(frame.filename.endswith(_LAYER_CALL) for frame in frames[own[-1] :])
+        if below_a_layer and not has_taps:
+            raise
+        raise FaultError("raises", _raised_at(error, frames[own[-1]])) from error
+
+
+def _raised_at(error: BaseException, frame: traceback.FrameSummary) -> str:
+    at = f"{frame.filename.rpartition(MODEL_FILES)[2]}:{frame.lineno}"
+    return f"the model's code raises {_line(error)} ({at})"
+
+
+def taken_apart(output: Any) -> tuple[Any, list[Any]]:  # noqa: ANN401
+    """Return the final hidden state and the taps in what the last stage's model returned. Raises FaultError.
+
+    Each has a row for each token, as wide as the model: what is none cannot be compared, and would not serve a drafter.
+    """
+    final, taps = output if isinstance(output, tuple) and len(output) == 2 else (output, [])
+    if not isinstance(taps, (list, tuple)):
+        raise FaultError(MISSHAPEN, f"{_kind(taps)} is returned where the taps are expected")
+    wanted = (len(PROMPT), HIDDEN)
+    named = {"the model's own output": final, **{f"tap number {n}": tap for n, tap in enumerate(taps, start=1)}}
+    for what, value in named.items():
+        if tuple(getattr(value, "shape", ())) != wanted:
+            raise FaultError(MISSHAPEN, f"{what} is {_kind(value)}, expected a tensor of shape {wanted}")
+    return final, list(taps)
+
+
+def _kind(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -567,7 +639,7 @@ def compare(tap: Any, wanted: Any) -> Comparison:  # noqa: ANN401 - tensors
     norm, dot = float((wanted * wanted).sum()), float((tap * wanted).sum())
     length = float((tap * tap).sum())
     cosine = dot / (norm * length) ** 0.5 if norm * length > 0 else 0.0
-    error = float((tap - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+    error = float(abs(tap - wanted).max()) / max(float(abs(wanted).max()), 1e-30)
     # A NaN matches nothing.
     return Comparison(error if error == error else float("inf"), cosine if cosine == cosine else 0.0, dot / norm)
 
@@ -614,7 +686,7 @@ def check_run(
     if len(taps) != len(wanted):
         detail = "; ".join(str(one) for one, _ in pairs if not one.is_right) or "the others are right"
         count = f"{len(taps)} taps are delivered for the {len(wanted)} ids {_short(wanted)}"
-        raise FaultError("taps lost" if len(taps) < len(wanted) else "taps doubled", f"{name}: {count}: {detail}")
+        raise FaultError(LOST if len(taps) < len(wanted) else DOUBLED, f"{name}: {count}: {detail}")
     records = [{"model": name, "run": run.name, **record} for _, record in pairs]
     return [one for one, _ in pairs], records
 
@@ -759,8 +831,7 @@ def meaning_of(error: BaseException) -> tuple[str, str]:
         return "", str(error)
     frames = traceback.extract_tb(error.__traceback__)
     if frames and MODEL_FILES in frames[-1].filename:
-        at = f"{frames[-1].filename.rpartition(MODEL_FILES)[2]}:{frames[-1].lineno}"
-        return "raises", f"the model's code raises {_line(error)} ({at})"
+        return "raises", _raised_at(error, frames[-1])
     return "", f"it ended early with {_line(error)}"
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,11 +57,14 @@ class Rope:
 
     @property
     def problem(self) -> str | None:
-        """What keeps vLLM from building it, or None."""
+        """What keeps vLLM from building it, or from meaning anything, or None."""
         if self.kind not in _NEEDS:
             return f"vLLM knows no scaling of type {self.kind}"
         missing = [name for name in _NEEDS[self.kind] if not isinstance(self.scaling.get(name), (int, float))]
-        return f"scaling of type {self.kind} needs {' and '.join(missing)}" if missing else None
+        if missing:
+            return f"scaling of type {self.kind} needs {' and '.join(missing)}"
+        too_far = self.reach is not None and not math.isfinite(self.reach)
+        return "factor x original_max_position_embeddings is no finite number" if too_far else None
 
     def scales_like(self, other: Rope) -> bool:
         """Tell whether both stretch positions alike; settings that only one of them states are taken as equal."""

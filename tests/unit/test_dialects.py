@@ -41,6 +41,13 @@ def only_nested(ids: list[int]) -> DrafterFiles:
     return drafter
 
 
+def only_layer_ids(ids: list[int]) -> DrafterFiles:
+    drafter = with_ids(ids)
+    del drafter.config[IDS]
+    drafter.config["eagle_config"] = {"layer_ids": ids}
+    return drafter
+
+
 def resolved(root: Path, drafter: DrafterFiles, wanted: str = "auto", layers: int = 61) -> Resolution:
     return resolve(read_drafter(drafter.write(root / "drafter")), layers, wanted)
 
@@ -163,6 +170,7 @@ DERIVED: dict[str, tuple[DrafterFiles, str, list[int]]] = {
     "a shift that was asked for": (with_ids([2, 20, 40, 57]), "torchspec", [3, 21, 41, 58]),
     "only nested": (only_nested([2, 30, 58]), "auto", [2, 30, 58]),
     "only nested, and a shift": (only_nested([5, 20, 40]), "sglang", [6, 21, 41]),
+    "only as layer_ids, and a shift": (only_layer_ids([1, 29, 57]), "auto", [2, 30, 58]),
 }
 
 
@@ -178,6 +186,7 @@ def test_a_derived_configuration_has_vllms_ids_in_both_places(
     path, original = Path(made.config), Path(source.config)
     config = json.loads(path.read_bytes())
     assert (config[IDS], config["eagle_config"][IDS]) == (ids, ids)
+    assert config["eagle_config"].get("layer_ids", ids) == ids
     assert config.pop("aerie_derived") == {
         "config_sha256": hashlib.sha256(original.read_bytes()).hexdigest(),
         "tap_ids": source.tap_ids.declared,
@@ -211,8 +220,14 @@ def test_what_vllm_reads_rightly_is_sent_as_it_is(tmp_path: Path, make: Any) -> 
     assert not (tmp_path / "derived").exists()
 
 
-def test_ids_that_contradict_each_other_are_not_settled_by_deriving(tmp_path: Path) -> None:
-    drafter = with_ids([1, 29, 57], eagle_config={IDS: [2, 30, 58]})
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        with_ids([1, 29, 57], eagle_config={IDS: [2, 30, 58]}),
+        with_ids([2, 30, 58], eagle_config={"layer_ids": [1, 29, 57]}),
+    ],
+)
+def test_ids_that_contradict_each_other_are_not_settled_by_deriving(tmp_path: Path, drafter: DrafterFiles) -> None:
     examination = examined(tmp_path, drafter, derived=True)
     assert (found(examination), examination.source) == (["tap_ids_conflict error"], None)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -71,6 +72,49 @@ def test_programs_get_json(tmp_path: Path, target: Path) -> None:
     assert (result["drafter"]["dialect"], result["model_runner"]) == ("specforge", "v2")
     run = doctor(tmp_path / "drafter", target, "0.33.0", "--format", "json", "--dialect", "vllm")
     assert (run.returncode, json.loads(run.stdout)["errors"]) == (0, 0)
+
+
+def test_the_services_options_are_told(tmp_path: Path, target: Path) -> None:
+    drafter = llama_drafter()
+    yarn = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    drafter.config |= {"max_position_embeddings": 131072, "rope_scaling": yarn}
+    root = drafter.write(tmp_path / "drafter")
+
+    def found(*options: str) -> list[str]:
+        run = doctor(root, target, "0.33.0", "--format", "json", *options)
+        return [f"{one['id']} {one['severity']}" for one in json.loads(run.stdout)["findings"]]
+
+    assert found() == ["max_position error"]
+    assert found("--model-runner", "v1") == ["max_position warning"]
+    assert found("--max-model-len", "128K") == []
+    assert found("--max-model-len", "128k", "--draft-max-model-len", "4096") == ["max_position error"]
+    assert found("--max-model-len", "128k", "--draft-kv-cache-dtype", "nonsense") == ["draft_kv_cache_dtype warning"]
+    run = doctor(root, target, "0.33.0", "--max-model-len", "long")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("doctor: max_model_len is 'long', expected tokens such as")
+
+
+def test_make_passes_more_options_on(tmp_path: Path) -> None:
+    command = ["make", "-n", "doctor", "DRAFTER=d", "TARGET=t", "VLLM=0.33.0", "ARGS=--model-runner v1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    line = run.stdout.splitlines()[-1]
+    assert line.endswith('tools/doctor.py "d" "t" "0.33.0" --format text --dialect auto --model-runner v1')
+
+
+def test_a_number_that_is_none_is_named(tmp_path: Path, target: Path) -> None:
+    root = llama_drafter().write(tmp_path / "drafter")
+    path = root / "config.json"
+    scaling = '"rope_scaling": {"type": "yarn", "factor": -Infinity, "original_max_position_embeddings": 4096}'
+    path.write_text(path.read_text().replace('"rope_scaling": null', scaling))
+    run = doctor(root, target, "0.33.0")
+    assert (run.returncode, run.stderr) == (1, "")
+    assert run.stdout.startswith(f"error: {path}: rope_scaling.factor is -inf, expected a finite number [unreadable]\n")
+    config = target / "config.json"
+    config.write_text(config.read_text().replace('"factor": 64.0', '"factor": NaN'))
+    run = doctor(root, target, "0.33.0")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert f"{config}: text_config.rope_scaling.factor is nan, expected a finite number" in run.stderr
 
 
 def test_a_drafter_that_cannot_be_read_is_an_error(tmp_path: Path, target: Path) -> None:

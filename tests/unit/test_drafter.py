@@ -7,15 +7,19 @@ The drafters have the shapes of public ones for Kimi-K2.5: hidden size 7168, voc
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible.module_utils.aerie.checkpoint import CheckpointError
 from ansible.module_utils.aerie.doctor import check
-from ansible.module_utils.aerie.drafter import content_digest, read_drafter, travelling_files
-from ansible.module_utils.aerie.drafter_fit import Service, Target
+from ansible.module_utils.aerie.drafter import TapIds, content_digest, read_drafter, travelling_files
+from ansible.module_utils.aerie.drafter_fit import Service, Target, context_length
+from ansible.module_utils.aerie.drafter_taps import used_tap_ids
 from ansible.module_utils.aerie.findings import Finding
 from model_files import (
     DRAFT_VOCAB,
@@ -320,6 +324,11 @@ MISFITS: dict[str, tuple[str, Change, list[str]]] = {
         say(eagle_config={IDS: [1, 29, 57]}),
         [f"{IDS} [2, 30, 58]", f"eagle_config.{IDS} [1, 29, 57]", CONFIG],
     ),
+    "ids that differ within eagle_config": (
+        "tap_ids_conflict",
+        all_of(lambda d: only_nested(d, [2, 30, 58]), lambda d: d.config["eagle_config"].update(layer_ids=[1, 29, 57])),
+        [f"eagle_config.{IDS} [2, 30, 58]", "eagle_config.layer_ids [1, 29, 57]", CONFIG],
+    ),
     "nested ids that the runner ignores": (
         "tap_ids_nested",
         lambda d: only_nested(d, [1, 29, 57]),
@@ -387,6 +396,11 @@ MISFITS: dict[str, tuple[str, Change, list[str]]] = {
         "rope_scaling",
         say(rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096}),
         ["theta 1e+06, yarn", CONFIG, TARGET, "scaling of type yarn needs factor"],
+    ),
+    "a scaling beyond all numbers": (
+        "rope_scaling",
+        say(rope_scaling={"type": "yarn", "factor": 1e300, "original_max_position_embeddings": 1e300}),
+        ["factor 1e+300", CONFIG, TARGET, "factor x original_max_position_embeddings is no finite number"],
     ),
     "the target's quantisation on weights that have none": (
         "quantization_unused",
@@ -551,6 +565,42 @@ SERVED: dict[str, tuple[Callable[[], DrafterFiles], Change, Service, list[str]]]
         serving("0.10.2", kv_cache_dtype="fp8"),
         ["kv_cache_dtype error"],
     ),
+    "a KV cache of its own": (
+        llama_drafter,
+        nothing,
+        serving("0.31.0", kv_cache_dtype="fp8", draft_kv_cache_dtype="bfloat16"),
+        [],
+    ),
+    "a KV cache of its own, V1": (
+        llama_drafter,
+        nothing,
+        serving("0.26.0", kv_cache_dtype="fp8", draft_kv_cache_dtype="auto"),
+        [],
+    ),
+    "a KV cache of its own that V2 does not read": (
+        llama_drafter,
+        nothing,
+        serving("0.30.0", kv_cache_dtype="fp8", draft_kv_cache_dtype="auto"),
+        ["draft_kv_cache_dtype warning", "kv_cache_dtype warning"],
+    ),
+    "a KV cache of its own, before there was the option": (
+        llama_drafter,
+        nothing,
+        serving("0.25.1", draft_kv_cache_dtype="auto"),
+        ["draft_kv_cache_dtype error"],
+    ),
+    "a KV cache that there is not": (
+        llama_drafter,
+        nothing,
+        serving("0.32.0", draft_kv_cache_dtype="nonsense"),
+        ["draft_kv_cache_dtype error"],
+    ),
+    "a KV cache that only a plug-in has": (
+        llama_drafter,
+        nothing,
+        serving("0.33.0", draft_kv_cache_dtype="nonsense"),
+        ["draft_kv_cache_dtype warning"],
+    ),
     "an MLA backend, MLA": (mla_drafter, nothing, serving("0.33.0", attention_backend="TRITON_MLA"), []),
     "an MLA backend": (
         llama_drafter,
@@ -658,16 +708,49 @@ def test_mla_drafters_had_three_taps_before_0_22(tmp_path: Path) -> None:
         (serving("0.33.0"), ["error"]),
         (serving("0.29.0"), ["error"]),
         (serving("0.28.0"), []),
+        (serving("0.22.0"), []),
+        (serving("0.21.0"), ["error"]),
+        (serving("0.15.1"), ["error"]),
         (serving("0.28.0", model_runner="v2"), ["error"]),
         (serving("0.33.0+cpu", model_runner="v1"), []),
     ],
 )
-def test_nested_ids_are_read_by_runner_v1_only(tmp_path: Path, service: Service, severities: list[str]) -> None:
+def test_nested_ids_are_read_by_runner_v1_from_0_22_only(
+    tmp_path: Path, service: Service, severities: list[str]
+) -> None:
     drafter = llama_drafter()
     only_nested(drafter, [1, 29, 57])
     findings = findings_of(drafter.write(tmp_path / "drafter"), service)
     assert [finding.severity for finding in findings] == severities
     assert {finding.id for finding in findings} <= {"tap_ids_nested"}
+
+
+@pytest.mark.parametrize(
+    "release",
+    yaml.safe_load((Path(__file__).parents[1] / "contract/releases.yml").read_text()),
+    ids=lambda release: release["version"],
+)
+def test_the_ids_that_count_are_those_that_the_released_wheel_reads(release: dict[str, Any]) -> None:
+    service, declared, default = Service(release["version"], "v1"), [5, 20, 40], [2, 30, 58]
+    can = release["capabilities"]
+    top_level, nested = TapIds(declared, None, None), TapIds(None, declared, None)
+    assert used_tap_ids(top_level, service, 61) == (declared if can["declared_tap_ids"] else default)
+    assert used_tap_ids(nested, service, 61) == (declared if can["nested_tap_ids_v1"] else default)
+
+
+@pytest.mark.parametrize("place", [set_taps, only_nested])
+def test_a_release_that_reads_no_ids_serves_the_default_alone(
+    tmp_path: Path, place: Callable[[DrafterFiles, list[int]], None]
+) -> None:
+    drafter = llama_drafter()
+    place(drafter, [5, 20, 40])
+    root = drafter.write(tmp_path / "drafter")
+    (finding,) = findings_of(root, serving("0.11.0"))
+    assert (finding.id, finding.severity) == ("tap_ids_unread", "error")
+    assert "tap ids [5, 20, 40]" in finding.message
+    assert "vLLM 0.11.0 reads no tap ids and taps its default [2, 30, 58]" in finding.message
+    place(drafter, [2, 30, 58])
+    assert findings_of(drafter.write(root), serving("0.11.0")) == []
 
 
 def test_nested_ids_that_are_the_default_are_worth_a_note(tmp_path: Path) -> None:
@@ -728,6 +811,70 @@ def test_a_short_drafter_matters_by_release_and_served_length(
     drafter.config["max_position_embeddings"] = 4096
     findings = findings_of(drafter.write(tmp_path / "drafter"), service)
     assert [(finding.id, finding.severity) for finding in findings] == [("max_position", level) for level in severities]
+
+
+@pytest.mark.parametrize(
+    ("own", "service", "found"),
+    [
+        # Only what cuts the target, and V1, go by it.
+        (8192, serving("0.33.0", max_model_len=16384), "error: .* cut the target's context to 8192 tokens"),
+        (8192, serving("0.33.0", max_model_len=8192), ""),
+        (8192, serving("0.33.0", model_runner="v1"), "warning: .* nothing is drafted beyond 8192 tokens"),
+        (8192, serving("0.32.0", max_model_len=16384), ""),
+        (16385, serving("0.33.0", max_model_len=16384), "error: .* does not start with a drafter's length"),
+        (262145, serving("0.32.0"), "error: .* does not start with a drafter's length"),
+    ],
+)
+def test_the_length_that_speculative_config_gives_a_drafter_counts(
+    tmp_path: Path, own: int, service: Service, found: str
+) -> None:
+    root = mla_drafter().write(tmp_path / "drafter")
+    findings = findings_of(root, replace(service, draft_max_model_len=own))
+    assert [finding.id for finding in findings] == (["max_position"] if found else [])
+    for finding in findings:
+        assert re.match(found, f"{finding.severity}: {finding.message}")
+        assert f"max_model_len of speculative-config {own} in the service's options" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("131072", 131072),
+        (" 131072 ", 131072),
+        ("128K", 131072),
+        ("128k", 128000),
+        ("25.6k", 25600),
+        ("1M", 1 << 20),
+        ("1m", 10**6),
+        ("1G", 1 << 30),
+        ("auto", None),
+        ("AUTO", None),
+        ("-1", None),
+    ],
+)
+def test_a_context_length_is_read_as_vllm_reads_it(text: str, tokens: int | None) -> None:
+    assert context_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["128 K", "25.6K", "1.5", "K", "-2", "128KB", "0x100"])
+def test_what_is_no_context_length_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"max_model_len is {text!r}, expected tokens such as 131072")):
+        context_length(text)
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", "1" + "0" * 400])
+def test_a_number_that_is_none_is_named(tmp_path: Path, number: str) -> None:
+    root = llama_drafter().write(tmp_path / "drafter")
+    path = root / "config.json"
+    text = path.read_text().replace("1000000.0", number)
+    path.write_text(text.replace('"rope_scaling": null', f'"rope_scaling": {{"factors": [1.0, {number}]}}'))
+    with pytest.raises(CheckpointError) as caught:
+        read_drafter(root)
+    shown = "an integer of 1329 bits" if number.startswith("10") else str(float(number))
+    assert sorted(caught.value.problems) == [
+        f"{path}: rope_scaling.factors[1] is {shown}, expected a finite number",
+        f"{path}: rope_theta is {shown}, expected a finite number",
+    ]
 
 
 def test_what_only_training_reads_stays_behind(tmp_path: Path) -> None:

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
+import yaml
 from model_files import DrafterFiles, llama_drafter, target_facts
 from modules import run_module
+
+ROOT = Path(__file__).parents[2]
 
 
 def small_drafter() -> DrafterFiles:
@@ -149,12 +154,119 @@ def test_a_warning_is_shown_and_does_not_fail(tmp_path: Path, capsys: pytest.Cap
     assert warning["event"]["msg"] == f"{finding['message']}; {finding['remedy']}"
 
 
+def test_an_advisory_error_is_a_warning_and_the_drafter_travels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = small_drafter()
+    drafter.config["vocab_size"] = drafter.config["draft_vocab_size"] = 65
+    drafter.tensors["lm_head.weight"].shape = (65, 8)
+    root = drafter.write(tmp_path / "drafter")
+    result = run_module("drafter_check", arguments(root, mode="advisory"), capsys)
+    assert (result["failed"], result["errors"]) == (False, 1)
+    (finding,) = result["findings"]
+    assert (finding["id"], finding["severity"]) == ("vocab_size", "error")
+    (warning,) = result["warnings"]
+    assert warning["event"]["msg"] == f"{finding['message']}; {finding['remedy']}"
+    assert [entry["name"] for entry in result["drafter"]["files"]] == ["config.json", "model.safetensors"]
+
+
+# What the service's options are, and what is found of a drafter for 131072 positions that only yarn stretches so far.
+LENGTHS: dict[str, tuple[dict[str, object], dict[str, object], list[str]]] = {
+    "the target's own length": ({}, {}, ["max_position error"]),
+    "a number": ({"max-model-len": 131072}, {}, []),
+    "a longer number": ({"max-model-len": 131073}, {}, ["max_position error"]),
+    "a number in quotes": ({"max-model-len": "131072"}, {}, []),
+    "binary thousands": ({"max-model-len": "128K"}, {}, []),
+    "more binary thousands": ({"max-model-len": "129K"}, {}, ["max_position error"]),
+    "decimal thousands": ({"max-model-len": "131.072k"}, {}, []),
+    "what fits": ({"max-model-len": "auto"}, {}, ["max_position error"]),
+    "a drafter that is served shorter": ({"max-model-len": "128K"}, {"max_model_len": 4096}, ["max_position error"]),
+    "a drafter that is served as long": ({"max-model-len": "128K"}, {"max_model_len": 131072}, []),
+    "a cache of its own that there is not": (
+        {"max-model-len": "128K"},
+        {"kv_cache_dtype": "nonsense"},
+        ["draft_kv_cache_dtype warning"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "speculative", "found"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_what_the_inventory_says_of_the_service_is_what_is_checked(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, object],
+    speculative: dict[str, object],
+    found: list[str],
+) -> None:
+    wired = yaml.safe_load((ROOT / "playbooks/group_vars/all.yml").read_text())
+    variables = {"vllm_service_options": options, "vllm_service_speculative_options": speculative}
+    given: dict[str, str] = {}
+    for task, role in yaml.safe_load((ROOT / "roles/drafter/tasks/check.yml").read_text())[0]["drafter_check"].items():
+        (variable,) = re.findall(r"\{\{ (\w+)", role)
+        if task.startswith("draft_") or task in ("max_model_len", "kv_cache_dtype", "attention_backend"):
+            value = jinja2.Template(wired[variable]).render(variables)
+            # Ansible leaves out what is empty, or 0.
+            given |= {task: value} if value not in ("", "0") else {}
+    drafter = small_drafter()
+    yarn = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    drafter.config |= {"max_position_embeddings": 131072, "rope_scaling": yarn}
+    root = drafter.write(tmp_path / "drafter")
+    result = run_module("drafter_check", arguments(root, mode="advisory", **given), capsys)
+    assert [f"{finding['id']} {finding['severity']}" for finding in result["findings"]] == found
+
+
+def summary(**variables: object) -> str:
+    """Return what a run says of a release, from what its play keeps of the checks."""
+    plays = yaml.safe_load((ROOT / "playbooks/stage.yml").read_text())
+    (kept,) = [
+        task["ansible.builtin.set_fact"]["aerie_staged"]
+        for play in plays
+        for task in play.get("tasks", [])
+        if "aerie_staged" in task.get("ansible.builtin.set_fact", {})
+    ]
+    given = {"drafter_check_mode": "enforce", "hidden_states_numeric": "enforce", "vllm_service_speculation": "true"}
+    # As Ansible, which takes what is not there below something else for not there.
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.ChainableUndefined)
+    environment.filters["bool"] = lambda value: str(value).lower() == "true"
+    names = ("drafter", "drafter_mode", "numeric", "numeric_mode")
+    staged = {name: environment.from_string(kept[name]).render({**given, **variables}).strip() for name in names}
+    template = environment.from_string((ROOT / "templates/summary.txt.j2").read_text())
+    return template.render(aerie_staged={**staged, "taps": []}, release_order={"id": "r"}, release_confirmed={})
+
+
+def test_the_summary_says_what_an_advisory_check_found() -> None:
+    finding = {"severity": "error", "message": "vocab_size 65, but 64"}
+    misfit = {"errors": 1, "findings": [finding, {"severity": "note", "message": "training files"}]}
+    lines = summary(drafter_result=misfit, drafter_check_mode="advisory").splitlines()
+    assert "drafter     does not fit: vocab_size 65, but 64 (advisory)" in lines
+    lines = summary(drafter_result={"errors": 0, "findings": []}).splitlines()
+    assert "drafter     fits" in lines
+    assert "drafter " not in summary(vllm_service_speculation="false")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"hidden_states_numeric_result": {"message": "130 taps hold"}}, "130 taps hold"),
+        # Whether an earlier run made it, this one does not know.
+        ({}, "not made in this run: an earlier one staged the release"),
+        ({"hidden_states_numeric": "off"}, "not made (off)"),
+        ({"vllm_service_speculation": "false"}, "not made"),
+    ],
+)
+def test_the_summary_claims_no_numeric_check_that_this_run_did_not_make(
+    variables: dict[str, object], said: str
+) -> None:
+    assert f"numeric     {said}" in summary(**variables).splitlines()
+
+
 def test_a_truncated_file_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = small_drafter().write(tmp_path / "drafter")
     path = root / "model.safetensors"
     with path.open("r+b") as stream:
         stream.truncate(path.stat().st_size - 1)
-    result = run_module("drafter_check", arguments(root), capsys)
+    # There is nothing to send, whatever the mode.
+    result = run_module("drafter_check", arguments(root, mode="advisory"), capsys)
     assert result["failed"]
     (finding,) = result["findings"]
     assert (finding["id"], finding["severity"]) == ("unreadable", "error")
@@ -166,6 +278,7 @@ def test_a_truncated_file_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ({"vllm_version": "newest"}, "'newest' is not a vLLM version such as 0.33.0"),
         ({"target": {}}, "text.hidden_size is None, expected an integer"),
+        ({"max_model_len": "long"}, "max_model_len is 'long', expected tokens such as 131072, 128K, 128k or auto"),
     ],
 )
 def test_what_it_cannot_check_with_is_named(
