@@ -18,10 +18,10 @@ def named(settings: Mapping[str, str | None]) -> set[Path]:
     return {Path(match[2]) for text in settings.values() for match in _NAMED.finditer(text or "")}
 
 
-def faults(settings: Mapping[str, str]) -> Iterator[str]:
+def faults(settings: Mapping[str, str | None]) -> Iterator[str]:
     """Yield what is wrong with the files of secrets that these settings name: missing, edited, open to others."""
     for text in settings.values():
-        for match in _NAMED.finditer(text):
+        for match in _NAMED.finditer(text or ""):
             # The certificate is no secret, and is compared like other files.
             if match[1]:
                 yield from _faults(Path(match[2]), match[3])

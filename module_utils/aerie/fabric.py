@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import math
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -26,7 +28,7 @@ _QUESTIONS = 20
 _STREAMS = 4
 _CHUNK = 1 << 20
 _NFT = "/usr/sbin/nft"
-_TABLE = ("table", "inet", "aerie_replica")
+_TABLE = "inet aerie_replica"
 # What the clocks of one replica's hosts may be apart, in seconds.
 CLOCK_S = 1.0
 
@@ -108,18 +110,43 @@ def listen(address: str, port: int, seconds: float) -> None:
     listener.close()
 
 
-def let_in(addresses: Sequence[str], port: int) -> None:
-    """Let the hosts of a replica connect to ``port`` and the next one, until this host's rules are loaded again.
+def loaded_rules() -> str:
+    """Return the rules that keep others from this host's part of a replica, as nft lists them; empty without any."""
+    if not Path(_NFT).exists():
+        return ""
+    return subprocess.run([_NFT, "list", "table", *_TABLE.split()], capture_output=True, text=True, check=False).stdout
 
-    The rules of the release that serves may be of a time when another host was part of it.
+
+def kept_out(rules: str, addresses: Sequence[str], port: int) -> list[str]:
+    """Return the hosts of a replica that ``rules`` do not let connect to ``port``, or not for good.
+
+    Rules of the release that serves may be of a time when another host was part of the replica.
     """
-    rules = subprocess.run([_NFT, "list", *_TABLE], capture_output=True, text=True, check=False).stdout
-    for address in addresses:
-        known = f"saddr {address} accept" in rules
-        if rules and not known:
-            family = "ip6" if ":" in address else "ip"
-            rule = [family, "saddr", address, "tcp", "dport", f"{port}-{port + 1}", "accept"]
-            subprocess.run([_NFT, "insert", "rule", *_TABLE[1:], "input", *rule], capture_output=True, check=False)
+
+    def knows(address: str) -> bool:
+        where = re.escape(address)
+        return bool(re.search(rf"saddr {where} accept|\b{where} \. {port}\b(?! timeout)", rules))
+
+    return [address for address in addresses if rules and not knows(address)]
+
+
+def admission(addresses: Sequence[str], port: int, seconds: float = 0) -> str:
+    """Return the order to nft that lets these hosts connect to ``port``: for ``seconds``, or until rules are loaded."""
+    found = ", ".join(f"{address} . {port}" for address in addresses)
+    lasting = ", ".join(f"{address} . {port} timeout {math.ceil(seconds)}s" for address in addresses)
+    place = f"element {_TABLE} newcomers"
+    # One that is there keeps its end unless it goes first, which must be there to go.
+    renewed = f"add {place} {{ {found} }}; delete {place} {{ {found} }}; add {place} {{ {lasting} }}"
+    return renewed if seconds else f"add {place} {{ {found} }}"
+
+
+def let_in(addresses: Sequence[str], port: int, seconds: float = 0) -> None:
+    """Have this host's rules let these hosts connect to ``port``. Raises OSError with what nft said if they do not."""
+    if addresses:
+        order = admission(addresses, port, seconds)
+        result = subprocess.run([_NFT, order], capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise OSError(f"nft: {result.stderr.strip()}")
 
 
 def given_ports() -> tuple[int, int]:

@@ -37,7 +37,8 @@ _ROOM_FOR_CACHE_MB = 4096
 class GpuNeeds:
     """What the service needs of a host's GPUs.
 
-    ``cuda``: the release that the build is for. ``count``: GPUs on this host, for ``stages`` pipeline stages.
+    ``cuda``: the release that the build is for. ``count``: GPUs on this host, for ``stages`` pipeline stages; none of
+    both where the options leave this host of a replica without a stage, which is refused elsewhere.
     ``visible``: indices or UUIDs that the service is given, none for all. ``weights``: bytes of this host's part of the
     checkpoint, 0 if not known. ``utilization``: the share of a GPU's memory that vLLM may use. ``latent``:
     the model's attention is latent (MLA). ``backend``: the attention backend that is asked for, or empty. ``dtype``:
@@ -101,7 +102,7 @@ def check_count(facts: GpuFacts, needs: GpuNeeds) -> Iterator[Finding]:
     divided = sum(gpu.mig for gpu in facts.report.gpus)
     slices = f" ({divided} are in MIG mode: `nvidia-smi -mig 0` makes them whole)" if divided else ""
     given = f" of those in CUDA_VISIBLE_DEVICES ({','.join(needs.visible)})" if needs.visible else ""
-    message = f"{len(usable)} GPUs{given} are usable and tensor-parallel-size is {needs.count // needs.stages}"
+    message = f"{len(usable)} GPUs{given} are usable and tensor-parallel-size is {needs.count // max(needs.stages, 1)}"
     if needs.stages > 1:
         message += f", in {needs.stages} pipeline stages on this host"
     yield problem("gpu-count", message, f"lower it, or see nvidia-smi{slices}")
@@ -150,7 +151,7 @@ def check_attention(facts: GpuFacts, needs: GpuNeeds) -> Iterator[Finding]:
 def check_weights(facts: GpuFacts, needs: GpuNeeds) -> Iterator[Finding]:
     gpus = selected(facts.report, needs)
     usable_mb = [int(gpu.memory * needs.utilization) for gpu in gpus]
-    if not needs.weights or not all(usable_mb) or len(gpus) < needs.count:
+    if not needs.weights or not gpus or not all(usable_mb) or len(gpus) < needs.count:
         return
     each_mb = (needs.weights >> 20) // len(gpus)
     smallest = min(usable_mb)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -202,12 +204,38 @@ def test_a_host_that_starts_again_before_its_end_was_noticed(start: Starter) -> 
     assert head.says("vllm: serves")
     # As after a power failure: the old connection says nothing.
     os.killpg(worker.process.pid, signal.SIGSTOP)
-    with socket.socket() as again:
-        again.bind((HOSTS[1], 0))
-        again.connect((HOSTS[0], int(port_of(head)) + 1))
-        again.sendall(b"{}\n")
+    with from_the_worker(head) as again:
+        again.sendall(greeting())
         assert head.ends() == 1
     assert head.says(f"{HOSTS[1]} is gone")
+
+
+def test_what_connects_from_a_present_host_and_is_not_it_does_no_harm(start: Starter) -> None:
+    head, worker = start(0), start(1)
+    assert head.says("vllm: serves")
+    with from_the_worker(head):  # It says nothing, and keeps nobody waiting.
+        for text in (b"", b"\n", b"[1]\n", b"{}\n", b"\xff\xfe\n", b"x" * 100000):
+            with from_the_worker(head) as other, contextlib.suppress(ConnectionError):
+                other.sendall(text)
+                other.shutdown(socket.SHUT_WR)
+                while other.recv(1024):
+                    pass
+        # A head that had forgotten its worker would answer at most one of these.
+        for _ in range(3):
+            with from_the_worker(head) as other, other.makefile() as answers:
+                other.sendall(greeting("2222222222222222"))
+                assert "the head has release 1111111111111111" in answers.readline()
+    assert head.process.poll() is None
+    assert worker.process.poll() is None
+
+
+def from_the_worker(head: Part) -> socket.socket:
+    """Return a connection to the head's program from the other host's address."""
+    return socket.create_connection((HOSTS[0], int(port_of(head)) + 1), PATIENCE_S, (HOSTS[1], 0))
+
+
+def greeting(release: str = "1111111111111111") -> bytes:
+    return f"{json.dumps({'release': release, 'python': platform.python_version()})}\n".encode()
 
 
 def port_of(head: Part) -> str:

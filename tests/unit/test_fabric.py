@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ansible.module_utils.aerie import fabric
 from ansible.module_utils.aerie.fabric import (
     Measurement,
+    admission,
     describe,
     interface_of,
+    kept_out,
     lead,
+    let_in,
     listen,
     measure,
     misnamed,
@@ -188,3 +192,94 @@ def test_ports_that_programs_are_given_and_anybody_reaches_are_refused(
         f"gpu-01 gives the ports {given} to programs that ask for any, and multi_node_engine_ports is {first}-{last}: "
     )
     assert f"Set it to {given}, or net.ipv4.ip_local_port_range on the host" in found["msg"]
+
+
+# --------------------------------------------------------------------------------------- the rules of the release there
+
+# As nft 1.0.6 lists them, shortened.
+RULES = """\
+table inet aerie_replica {
+    set newcomers {
+        type ipv4_addr . inet_service
+        flags timeout
+        elements = { 127.0.0.3 . 6388 timeout 1m1s expires 1m880ms,
+                     127.0.0.3 . 6389 }
+    }
+
+    chain input {
+        type filter hook input priority filter - 5; policy accept;
+        iifname "lo" accept
+        ip saddr 127.0.0.1 accept
+        ip saddr . tcp dport @newcomers accept
+        tcp dport { 6379-6478, 32768-60999 } tcp flags syn / syn,ack counter packets 0 bytes 0 drop
+    }
+}
+"""
+
+
+def test_whom_the_loaded_rules_keep_out() -> None:
+    hosts = ["127.0.0.1", "127.0.0.3", "127.0.0.11", "27.0.0.3"]
+    # The preflight's leave ends, and is given anew.
+    assert kept_out(RULES, hosts, 6388) == ["127.0.0.3", "127.0.0.11", "27.0.0.3"]
+    assert kept_out(RULES, hosts, 6389) == ["127.0.0.11", "27.0.0.3"]
+    assert kept_out(RULES, hosts, 638) == hosts[1:]
+    assert kept_out("", hosts, 6388) == []
+
+
+def test_who_is_let_in_for_a_while_is_so_for_all_of_it() -> None:
+    one = "element inet aerie_replica newcomers { 127.0.0.3 . 6388"
+    assert admission(["127.0.0.3"], 6388, 62.5) == f"add {one} }}; delete {one} }}; add {one} timeout 63s }}"
+    assert admission(["127.0.0.3", "127.0.0.4"], 6389) == (
+        "add element inet aerie_replica newcomers { 127.0.0.3 . 6389, 127.0.0.4 . 6389 }"
+    )
+
+
+@pytest.fixture
+def nft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file with what nft was told; it has the rules above, and changes nothing."""
+    (tmp_path / "rules").write_text(RULES)
+    (tmp_path / "nft").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\ncat {tmp_path}/rules\n')
+    (tmp_path / "nft").chmod(0o755)
+    monkeypatch.setattr(fabric, "_NFT", str(tmp_path / "nft"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path / "told"
+
+
+LOOK = "list table inet aerie_replica"
+
+
+@pytest.mark.parametrize("check_mode", [False, True])
+def test_a_host_that_is_new_is_let_in_while_this_one_listens(
+    check_mode: bool, nft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free = int(listener.getsockname()[1])
+    options = {"state": "listening", "address": "127.0.0.1", "port": free, "seconds": 3, "addresses": ["127.0.0.1"]}
+    known = run_module("fabric_check", options, capsys, check_mode)
+    assert (known["kept_out"], nft.read_text()) == ([], f"{LOOK}\n")
+    found = run_module("fabric_check", {**options, "addresses": ["127.0.0.1", "127.0.0.9"]}, capsys, check_mode)
+    assert found["changed"] is False
+    assert found["kept_out"] == (["127.0.0.9"] if check_mode else [])
+    told = nft.read_text().splitlines()[1:]
+    assert told == [LOOK] if check_mode else told == [LOOK, admission(["127.0.0.9"], free, 3)]
+
+
+@pytest.mark.parametrize("check_mode", [False, True])
+def test_hosts_are_let_in_until_rules_are_loaded(
+    check_mode: bool, nft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"state": "admitted", "address": "127.0.0.1", "port": 6389, "addresses": ["127.0.0.1", "127.0.0.3"]}
+    assert run_module("fabric_check", options, capsys, check_mode)["changed"] is False
+    assert nft.read_text() == f"{LOOK}\n"
+    options["addresses"] = ["127.0.0.3", "127.0.0.9"]
+    assert run_module("fabric_check", options, capsys, check_mode)["changed"] is True
+    assert (admission(["127.0.0.9"], 6389) in nft.read_text()) != check_mode
+
+
+def test_rules_that_cannot_be_changed_are_told(nft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "nft").write_text(f'#!/bin/sh\n[ "$1" = list ] && exec cat {tmp_path}/rules\necho denied >&2; exit 1\n')
+    with pytest.raises(OSError, match="nft: denied"):
+        let_in(["127.0.0.9"], 6388)
+    options = {"state": "admitted", "address": "127.0.0.1", "port": 6389, "addresses": ["127.0.0.9"], "host": "h1"}
+    said = run_module("fabric_check", options, capsys)["msg"]
+    assert said == "h1 cannot let 127.0.0.9 in (nft: denied): see nft list table inet aerie_replica"

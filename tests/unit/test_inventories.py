@@ -99,6 +99,10 @@ def test_the_sample_has_a_group_for_each_hardware() -> None:
     assert groups["h200"]["hosts"] and groups["rtx_pro_6000"]["hosts"]
 
 
+def test_the_sample_says_who_may_connect() -> None:
+    assert all(variables["vllm_service_clients"] for variables in hosts_of("sample").values())
+
+
 def test_the_sample_refers_to_secrets_and_has_none() -> None:
     example = yaml.safe_load((SAMPLE / "group_vars/inference/vault.yml.example").read_text())
     assert set(example.values()) == {"REPLACE"}

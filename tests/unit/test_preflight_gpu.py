@@ -77,6 +77,9 @@ def test_too_few_gpus_are_counted() -> None:
         "4 GPUs are usable and tensor-parallel-size is 4, in 2 pipeline stages on this host: "
         "lower it, or see nvidia-smi"
     ]
+    # A host that the options leave without a stage takes none; whoever counts some all the same gets an answer.
+    assert check(facts("h200.xml", own=own), 0, stages=0, weights=GIB) == []
+    assert check(facts("h200.xml", own=own), 8, stages=0) == check(facts("h200.xml", own=own), 8)
     assert check(facts("no_gpu.xml")) == [
         "0 GPUs are usable and tensor-parallel-size is 1: lower it, or see nvidia-smi"
     ]

@@ -95,6 +95,8 @@ ACCOUNTS: dict[str, tuple[dict[str, Any], str]] = {
     "somebody's": ({"vllm_service_user": "daemon"}, "vllm_service_user is daemon, an account with the home"),
 }
 
+# The play is on the first.
+HOSTS: dict[str, dict[str, Any]] = {"localhost": {}, "left-out": {}, "elsewhere": {"multi_node_port": 7000}}
 SEVERAL: dict[str, Any] = {
     "multi_node_several": True,
     "multi_node_hosts": ["localhost"],
@@ -123,6 +125,14 @@ REPLICAS: dict[str, tuple[dict[str, Any], str]] = {
     "no room for objects": (
         {"multi_node_object_store_mb": 10},
         "multi_node_object_store_mb has 10: Ray needs at least",
+    ),
+    "a part of it": (
+        {"multi_node_hosts": ["localhost", "left-out"]},
+        "localhost, left-out are one replica, and this run leaves out left-out: name all of them with --limit.",
+    ),
+    "ports that differ": (
+        {"multi_node_hosts": ["left-out", "elsewhere"]},
+        "left-out, elsewhere are one replica, and multi_node_port differs between them: give them the same.",
     ),
     "one address twice": ({"multi_node_addresses": ["10.0.0.1", "10.0.0.1"]}, "set multi_node_address of each"),
 }
@@ -226,8 +236,10 @@ def refusals() -> dict[str, str]:
         }
         playbook = Path(directory) / "play.yml"
         playbook.write_text(yaml.safe_dump([play], sort_keys=False))
+        inventory = Path(directory) / "hosts.yml"
+        inventory.write_text(yaml.safe_dump({"all": {"hosts": HOSTS}}))
         program = str(Path(sys.executable).with_name("ansible-playbook"))
-        command = [program, "-i", "localhost,", "-c", "local", str(playbook)]
+        command = [program, "-i", str(inventory), "-c", "local", str(playbook)]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.exists(), run.stdout + run.stderr
         said: dict[str, str] = json.loads(result.read_text())

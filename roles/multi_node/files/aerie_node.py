@@ -283,15 +283,15 @@ class Members:
     def _refusal(self, address: str, line: bytes) -> str:
         if address not in self._node.hosts[1:]:
             return f"{address} is no host of this replica"
-        if address in self._here:
-            # It started again before its end was noticed.
-            self._forget(address)
         theirs = json.loads(line)
         if not isinstance(theirs, dict):
             raise ValueError(line)
         for name, ours in self._node.greeting.items():
             if theirs.get(name) != ours:
                 return f"the head has {name} {ours}, and {address} has {theirs.get(name)}"
+        if address in self._here:
+            # It started again before its end was noticed. Whoever says something else is not it.
+            self._forget(address)
         return ""
 
     def _forget(self, address: str) -> None:

@@ -241,6 +241,13 @@ def test_faults_between_the_hosts_are_named(playbook: Callable[..., Run]) -> Non
     assert re.search(r"bow sends [0-9.]+ Gbit/s to stern, and multi_node_least_bandwidth is 100000", found.messages)
 
 
+def test_a_part_of_a_replica_is_refused_as_such(playbook: Callable[..., Run]) -> None:
+    found = playbook("playbooks/preflight.yml", limit=HEAD.name)
+    assert found.status == "failed"
+    assert f"are one replica, and this run leaves out {OTHER.name}: name all of them with --limit." in found.messages
+    assert "cannot reach" not in found.messages
+
+
 def from_outside(*command: str) -> subprocess.Popen[str]:
     """Run a program of the other host's files in this machine's network: on that of both hosts, and none of them."""
     namespaces = ("--mount", "--uts", "--ipc", "--pid", "--root", "--wdns=/")
@@ -283,12 +290,23 @@ def test_a_host_that_is_new_in_a_replica_gets_through_the_rules_of_the_old_one(p
     # What each has were its rules if the other one had had another address before.
     rules = OTHER.text("/etc/aerie/replica.nft")
     OTHER.path("/run/old.nft").write_text(rules.replace(f"saddr {HEAD.host.address} ", f"saddr {ALIAS} "))
+    listed = ("nft", "list", "set", "inet", "aerie_replica", "newcomers")
     try:
         OTHER.run("nft", "--file", "/run/old.nft")
+        foretold = playbook("tests/molecule/multi_host/fabric.yml", check=True)
+        untouched = OTHER.run(*listed)
         found = playbook("tests/molecule/multi_host/fabric.yml")
+        let_in = OTHER.run(*listed)
     finally:
         OTHER.run("nft", "--file", "/etc/aerie/replica.nft")
     assert (found.status, found.messages) == ("successful", "")
+    assert "not measured" not in found.said
+    # Not for good, to one port, and in check mode not at all.
+    assert re.search(rf"{HEAD.host.address} \. {RAY_PORT + 9} timeout [0-9ms]+ expires ", let_in), let_in
+    assert str(HEAD.host.address) not in untouched
+    assert (foretold.status, foretold.messages) == ("successful", "")
+    assert f"{HEAD.name} to {OTHER.name}: not measured" in foretold.said
+    assert f"{OTHER.name} to {HEAD.name}: not measured" not in foretold.said
 
 
 @pytest.mark.parametrize("order", ["restart", "reload", "stop"])
@@ -337,3 +355,21 @@ def listening(machine: Machine) -> set[int]:
     found = {int(address.rpartition(":")[2]) for address in addresses if not address.startswith(("127.", "[::1]"))}
     assert {port for port in found if port in RAY_PORTS}, "Ray listens"
     return found
+
+
+# Two more starts of the real engine take minutes: multi_host_rolling has every turn of a switch, on stand-ins.
+if FULL:
+
+    def test_the_replica_is_updated_and_goes_back(playbook: Callable[..., Run]) -> None:
+        first = {machine.current() for machine in REPLICA}
+        updated = playbook("deploy.yml", speculation="off", accept_downtime="true")
+        assert updated.status == "successful", updated.messages
+        second = {machine.current() for machine in REPLICA}
+        assert len(second) == 1 and second.isdisjoint(first)
+        await_that(is_sent_to, "the gateway sends again")
+        assert counters() == {}
+        back = playbook("rollback.yml", to="previous", accept_downtime="true")
+        assert back.status == "successful", back.messages
+        assert {machine.current() for machine in REPLICA} == first
+        await_that(is_sent_to, "the gateway sends again")
+        serves_as_before()
