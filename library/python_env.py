@@ -11,8 +11,9 @@ short_description: Make a Python environment from locked requirements
 description:
   - Makes O(path) with uv from O(lock), every distribution verified against the lock's SHA-256, by hard links from
     O(cache). A second environment from the same lock costs seconds and almost no disk.
-  - Makes it anew when its lock, its Python or uv's release differs from what it was made from, or when making it was
-    interrupted; otherwise changes nothing.
+  - Makes it anew when its lock or its Python differs from what it was made from, or when making it was interrupted;
+    otherwise changes nothing. Another release of uv is no reason.
+  - Refuses to make it anew if the release that it belongs to is current, or is run by a process.
 options:
   path:
     description: The environment's directory.
@@ -127,13 +128,16 @@ def main() -> None:
         index_url=options["index_url"],
     )
     try:
-        before, after = environment.recorded(), environment.wanted()
-        if before != after and not module.check_mode:
+        before, changed = environment.recorded(), bool(environment.differences())
+        if changed:
+            environment.refuse_in_use()
+        if changed and not module.check_mode:
             environment.make()
     except (PythonEnvironmentError, OSError) as error:
         module.fail_json(msg=str(error))
+    after = environment.wanted() if changed else before
     module.exit_json(
-        changed=before != after,
+        changed=changed,
         site_packages=str(environment.site_packages()),
         diff={"before": before, "after": after, "before_header": options["path"], "after_header": options["path"]},
     )

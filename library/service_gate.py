@@ -16,8 +16,8 @@ description:
     nothing new and reads nothing for O(stuck_after_s) is stuck; RV(evidence) then shows what its processes do.
   - Fails at once when the unit failed, was started again, or serves something else; the message holds the root-cause
     line of vLLM's log, not the last line of a wrapped traceback, and the remedy where one is known.
-  - The action plugin of the same name repeats short calls until O(budget_s) is used up, and shows the phase on the
-    control node at least every 10 seconds.
+  - The action plugin of the same name repeats short calls until O(budget_s) is used up, and shows phase, percentage,
+    rate and estimate on the control node at least every 10 seconds.
   - Calls the service with a key of the moment, which it makes on the host and whose digest it puts where the service
     looks (aerie_api_keys.py). No client's key is needed, and none travels.
   - Changes nothing else. Run it as root.
@@ -55,7 +55,9 @@ options:
     type: float
     default: 1800
   window_s:
-    description: Seconds that one call may wait, at most 10.
+    description:
+      - Seconds that one call may wait, at most 10. If it is waiting for an answer of the service then, it goes on for
+        half a minute at most.
     type: float
     default: 5
   target_bytes:

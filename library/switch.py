@@ -46,7 +46,8 @@ options:
     default: vllm
   settings:
     description:
-      - Texts of the files with this host's settings, by path. A service that runs with others is restarted.
+      - Texts of the files with this host's settings, by path; none for a file that is not to be there. A service that
+        runs with others is restarted.
       - One of them is an environment file with C(AERIE_HOST) and C(AERIE_PORT).
     type: dict
     default: {}
@@ -71,7 +72,7 @@ options:
     type: float
     default: 900
   confirm_budget_s:
-    description: Seconds that the program waits for confirmation.
+    description: Seconds that the program waits for confirmation, or for somebody who follows it to look again.
     type: float
     default: 300
   mates:
@@ -110,6 +111,12 @@ options:
     type: str
     choices: [fail, wait, take_over]
     default: fail
+  follow_s:
+    description:
+      - Seconds after which the control node is not to wait any longer, for O(state=followed), but for a host that it
+        cannot reach. With 0 it waits until the program needs an answer, or has ended.
+    type: float
+    default: 0
   patience_s:
     description: Seconds that the control node tries to reach the host again, for O(state=followed).
     type: float
@@ -221,6 +228,7 @@ from ansible.module_utils.aerie.journal import (
 from ansible.module_utils.aerie.mates import KEEPS, UNITS, MatesError, note, place_of, units
 from ansible.module_utils.aerie.program import install
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
+from ansible.module_utils.aerie.resume import UNIT, resume
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENT_SPEC = {
@@ -243,6 +251,7 @@ ARGUMENT_SPEC = {
     "live": {"type": "dict", "default": {"mode": "off", "config": {}}},
     "numeric": {"type": "dict", "default": {}},
     "in_progress": {"type": "str", "choices": ["fail", "wait", "take_over"], "default": "fail"},
+    "follow_s": {"type": "float", "default": 0},
     "patience_s": {"type": "float", "default": 300},
     "reason": {"type": "str", "default": ""},
     "window_s": {"type": "float", "default": 5},
@@ -364,10 +373,12 @@ def _have_answers(journal: Journal, unit: Path, together: dict[str, Any]) -> Non
 def meet(module: AnsibleModule, journal: Journal) -> dict[str, Any]:
     """Deal with a switch that is under way; return the result if it still is."""
     params = module.params
+    ours = (journal.state["deployment"], journal.state["to"]["id"]) == (params["deployment"], params["id"])
     if not module.check_mode:
-        # It may have been stopped by hand: then it undoes what it began.
-        switch.systemctl("start", "--no-block", switch.UNIT)
-    if (journal.state["deployment"], journal.state["to"]["id"]) == (params["deployment"], params["id"]):
+        resume(journal, "" if ours else f"deployment {params['deployment']} found that it had not begun")
+        if not journal.load():
+            return {}
+    if ours:
         # Its start was answered, and the answer lost.
         return {"changed": True, **_describe(journal.state), "outcome": "started", "running": "", "changes": []}
     if params["in_progress"] == "fail":
@@ -381,13 +392,13 @@ def meet(module: AnsibleModule, journal: Journal) -> dict[str, Any]:
 def _start_program(root: Path, unit: Path, journal: Journal, request: dict[str, Any]) -> None:
     home = install(root / "tools")
     text = _PROGRAM_UNIT.format(root=root, service=unit.name, home=home, python=sys.executable)
-    path = unit.with_name(switch.UNIT)
+    path = unit.with_name(UNIT)
     if read_text(path) != text:
         write_atomically(path, text.encode())
         switch.systemctl("daemon-reload")
-    switch.systemctl("enable", switch.UNIT)
+    switch.systemctl("enable", UNIT)
     journal.open(request)
-    switch.systemctl("start", "--no-block", switch.UNIT)
+    switch.systemctl("start", "--no-block", UNIT)
 
 
 def look(journal: Journal, deployment: str) -> dict[str, Any]:
@@ -407,6 +418,8 @@ def follow(module: AnsibleModule, journal: Journal, until: tuple[str, ...] = ())
     """Wait for the next phase, or for one of the outcomes ``until``, as long as one call may."""
     deadline = time.monotonic() + module.params["window_s"]
     first = seen = look(journal, module.params["deployment"])
+    if not module.check_mode and journal.state.get("deployment") == module.params["deployment"]:
+        journal.follow()
     while time.monotonic() < deadline:
         if seen["outcome"] in until or (seen["outcome"] not in ("under way", "in progress") and not until):
             break
@@ -471,6 +484,9 @@ def main() -> None:
             with contextlib.nullcontext() if module.check_mode else journal.alone():
                 result = start(module, releases, journal)
         else:
+            if not module.check_mode:
+                # Nothing but the program ends a switch.
+                resume(journal)
             act = {"followed": follow, "proceeded": proceed, "confirmed": confirm, "aborted": abort}
             result = act[module.params["state"]](module, journal)
     except (ReleaseError, SwitchError, MatesError, OSError) as error:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ansible.module_utils.aerie.files import sha256_bytes, sha256_file, write_atomically
+from ansible.module_utils.aerie.release import Releases, releases_in_use
 
 # Written last: an environment without it was interrupted and is made anew.
 _RECORD = "aerie.json"
@@ -44,10 +45,10 @@ class PythonEnvironment:
     def recorded(self) -> Mapping[str, str]:
         """Return what the environment that is there was made from; empty if there is none, or half of one."""
         try:
-            record: dict[str, str] = json.loads((self.path / _RECORD).read_text())
+            record = json.loads((self.path / _RECORD).read_text())
         except (OSError, ValueError):
             return {}
-        return record
+        return record if isinstance(record, dict) else {}
 
     def wanted(self) -> Mapping[str, str]:
         """Return what the environment is to be made from."""
@@ -57,6 +58,33 @@ class PythonEnvironment:
             "python_release": self.python_release,
             "uv": self.uv_wheel.name.partition("-")[2].partition("-")[0],
         }
+
+    def differences(self) -> list[str]:
+        """Return why the environment that is there cannot stay, or none is; nothing if it can.
+
+        It stays with another release of uv, which would unpack the same wheels.
+        """
+        recorded, wanted = self.recorded(), self.wanted()
+        if not recorded:
+            return [f"{self.path / _RECORD} is missing or damaged"]
+        names = [name for name in wanted if name != "uv" and recorded.get(name) != wanted[name]]
+        return [f"{name} was {recorded.get(name)}, and is {wanted[name]}" for name in names]
+
+    def refuse_in_use(self) -> None:
+        """Raise PythonEnvironmentError if the environment is that of the current release, or of a running process."""
+        release = self.path.parent
+        root, identity = release.parent.parent, release.name
+        why = f"and its environment would be made anew, since {'; '.join(self.differences())}"
+        if Releases(root).current() == identity:
+            raise PythonEnvironmentError(
+                f"release {identity} is active, {why}. Roll back to another release, then deploy again. If there is no "
+                f"other, stop the service, remove {root / 'current'}, and deploy again"
+            )
+        if identity in releases_in_use():
+            raise PythonEnvironmentError(
+                f"release {identity} is not active, but a process still runs it, {why}. End that process (one that has "
+                f"{self.path} in /proc/PID/maps), then deploy again"
+            )
 
     def site_packages(self) -> Path:
         return self.path / "lib" / f"python{self.python_release}" / "site-packages"

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class Journal:
     """The state of a switch, in a directory below the root of releases.
 
     ``journal.json`` is there while a switch is under way, ``last.json`` is that of the last one that ended. Who follows
-    the switch leaves ``confirm`` or ``abort``, with the deployment's id in the first line and a reason in the second.
+    the switch leaves ``confirm`` or ``abort``, with the deployment's id in the first line and a reason in the second,
+    and touches ``followed`` whenever it looks. ``evidence.txt`` has what the processes of a stuck start did, until the
+    next switch.
     """
 
     def __init__(self, root: Path) -> None:
@@ -58,6 +60,8 @@ class Journal:
         self.last_path = self.directory / "last.json"
         # For the other hosts of the replica, by deployment.
         self.told_path = self.directory / "told"
+        self.evidence_path = self.directory / "evidence.txt"
+        self._followed_path = self.directory / "followed"
         self._ballast = self.directory / "ballast"
         self.state: dict[str, Any] = {}
 
@@ -83,9 +87,9 @@ class Journal:
 
     def open(self, request: Mapping[str, Any]) -> None:
         """Begin a switch."""
-        # Answers to an earlier switch, and what a killed program was about to write.
+        # Answers to an earlier switch, what it saw, and what a killed program was about to write.
         answers = [self.directory / what for what in ("confirm", "abort", "proceed")]
-        for path in (*answers, *self.directory.glob(".*")):
+        for path in (*answers, self.evidence_path, *self.directory.glob(".*")):
             path.unlink(missing_ok=True)
         self.state = {**request, "phase": REQUESTED, "phases": [], "gates": [], "progress": {}, "boot": boot_id()}
         try:
@@ -119,6 +123,15 @@ class Journal:
             with contextlib.suppress(OSError):
                 self.save()
 
+    def keep_evidence(self, lines: Iterable[str]) -> bool:
+        """Keep what was seen of a start, after that of the switch's earlier ones; return whether there was room."""
+        try:
+            with self.evidence_path.open("a") as stream:
+                stream.writelines(f"{line}\n" for line in lines)
+        except OSError:
+            return False
+        return True
+
     def close(self, outcome: str, message: str) -> None:
         """End the switch."""
         self.state.update(outcome=outcome, message=message, ended=round(time.time(), 2))
@@ -137,6 +150,18 @@ class Journal:
         except OSError:
             return None
         return reason.strip() if deployment == self.state["deployment"] else None
+
+    def follow(self) -> None:
+        """Have the program know that somebody follows the switch."""
+        with contextlib.suppress(OSError):
+            self._followed_path.touch()
+
+    def followed(self) -> int:
+        """Return a number that changes whenever somebody looks who follows the switch."""
+        try:
+            return self._followed_path.stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def tell(self, what: str, deployment: str, reason: str = "") -> None:
         """Leave ``confirm``, ``abort`` or ``proceed`` for the program."""

@@ -12,12 +12,51 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ansible.module_utils.aerie.nvidia_smi import Gpu, parse_nvidia_smi
+
 _POLL_S = 0.1
-_NVIDIA_SMI_S = 20
+# As long as the preflight gives it.
+_NVIDIA_SMI_S = 60
+# What a driver takes and gives back by itself, in MiB; a model is far larger.
+_DRIVERS_OWN = 1024
+_SEE = " (see the kernel log: journalctl -k -g NVRM)"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a service had before its stop: its processes, and the GPUs that these used, as nvidia-smi told them.
+
+    Where the driver hides processes or their memory, as it does in some containers, nothing can be told apart from what
+    others use, and nothing is said of it.
+    """
+
+    processes: Collection[int] = ()
+    gpus: tuple[Gpu, ...] = ()
+
+    def still(self) -> Iterator[str]:
+        """Yield what GPUs have not given back, one phrase each."""
+        if not self.gpus:
+            return
+        now = gpus()
+        if now is None:
+            yield f"perhaps memory of GPUs, since nvidia-smi does not answer any more{_SEE}"
+            return
+        # The driver gives memory back a moment after a process has ended, and lists the process until then.
+        for pid in sorted(set(self.processes) & {process.pid for gpu in now for process in gpu.processes}):
+            yield f"process {pid} holds memory of a GPU"
+        for before in self.gpus:
+            after = next((gpu for gpu in now if _same(gpu, before)), None)
+            if after is None or after.lost or (before.memory and not after.memory):
+                yield f"perhaps memory of GPU {before.index}, which does not answer any more{_SEE}"
+            elif before.memory and (more := _hidden(after) - _hidden(before)) > _DRIVERS_OWN:
+                yield f"{more} MiB of GPU {before.index} that no process holds{_SEE}"
+
+
+_NOTHING = Held()
 
 
 @dataclass(frozen=True)
@@ -34,16 +73,23 @@ class Service:
     proc: Path = Path("/proc")
     shared_memory: Path = Path("/dev/shm")
 
-    def remains(self, before: Collection[int] = ()) -> list[str]:
-        """Return what is still there, one phrase each; ``before`` are the processes that it had before its stop."""
+    def held(self) -> Held:
+        """Return what it has, to be compared after its stop."""
+        processes = set(self.processes())
+        found = (gpus() or ()) if processes else ()
+        used = [gpu for gpu in found if any(process.pid in processes for process in gpu.processes)]
+        return Held(processes, tuple(used))
+
+    def remains(self, before: Held = _NOTHING) -> list[str]:
+        """Return what is still there, one phrase each; ``before`` is what it had before its stop."""
         return [
             *(f"process {pid} ({_command(self.proc / str(pid))})" for pid in self.processes()),
             *([f"somebody listens on {self.address}:{self.port}"] if self._is_listened_to() else []),
             *(f"shared memory {path}" for path in self._segments()),
-            *(f"process {pid} holds memory of a GPU" for pid in _on_gpus(before)),
+            *before.still(),
         ]
 
-    def clear(self, seconds: float, before: Collection[int] = ()) -> list[str]:
+    def clear(self, seconds: float, before: Held = _NOTHING) -> list[str]:
         """Kill and remove what is still there; return what remains after ``seconds``, as ``remains`` does.
 
         Shared memory is removed once no process of the user is left that could have it mapped.
@@ -100,28 +146,26 @@ class Service:
                         yield path
 
 
-def _on_gpus(pids: Collection[int]) -> list[int]:
-    # The driver gives memory back a moment after a process has ended, and lists the process until then.
-    return sorted(set(pids) & compute_processes()) if pids else []
-
-
-def compute_processes() -> set[int]:
-    """Return the processes that hold memory of NVIDIA GPUs; none where there is no driver or it does not answer."""
+def gpus() -> tuple[Gpu, ...] | None:
+    """Return the host's NVIDIA GPUs: none where there is no driver, nothing where it does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return set()
-    command = [program, "--query-compute-apps=pid", "--format=csv,noheader"]
+        return ()
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_NVIDIA_SMI_S)
+        result = subprocess.run([program, "-q", "-x"], capture_output=True, check=False, timeout=_NVIDIA_SMI_S)
     except (OSError, subprocess.TimeoutExpired):
-        return set()
-    return set(_numbers(result.stdout.splitlines()))
+        return None
+    report = parse_nvidia_smi(result.stdout.decode(errors="replace"))
+    return None if report is None else report.gpus
 
 
-def _numbers(lines: Iterable[str]) -> Iterator[int]:
-    for line in lines:
-        if line.strip().isdecimal():
-            yield int(line)
+def _same(gpu: Gpu, other: Gpu) -> bool:
+    return (gpu.uuid, gpu.bus) == (other.uuid, other.bus)
+
+
+def _hidden(gpu: Gpu) -> int:
+    """Return the memory that is used and that no process accounts for; other users' processes come and go."""
+    return max(gpu.used - sum(process.memory for process in gpu.processes), 0)
 
 
 def _status(process: Path) -> dict[str, str]:

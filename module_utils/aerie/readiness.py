@@ -17,7 +17,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from http import HTTPStatus
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,14 +37,18 @@ _SETTLE_S = 0.1
 _SETTLE_LIMIT_S = 2.0
 # /health is answered without the engine: no answer for so long means that nothing serves it.
 _HEALTH_S = 2.0
+# The longest that the other answers may take together. Tokens of a slow service, or one under load, take their time: a
+# request that is given up early is only sent again.
+_ANSWERS_S = 30.0
 
 # Enough for any start; the furthest phase and the root cause are found in the newest lines of a longer one.
 _JOURNAL_LINES = 20000
 _TAIL_LINES = 30
+_EVIDENCE_LINES = 400
 _MAX_REASON = 500
 _MAX_BODY = 4 << 20
 
-# The request that moves the speculation counters: some ten drafts, a second at most.
+# The request that moves the speculation counters: some ten drafts.
 _PROMPT = "one two three four five six seven eight nine ten"
 _SAMPLE_TOKENS = 32
 
@@ -265,11 +271,13 @@ class Gate:
         self._certificate = certificate
         self._opener = opener(certificate)
 
-    def watch(self, start_id: str, window_s: float) -> Status:
+    def watch(self, start_id: str, window_s: float, heed: Callable[[], None] = lambda: None) -> Status:
         """Wait up to ``window_s`` seconds for readiness, less if the service is ready or cannot become so.
 
         ``start_id`` is the start to watch, as an earlier call reported it; "" takes the one that is under way, and
         any later start then counts as a failure. A start that is stuck, or takes longer than its budget, is at fault.
+        The last look may go on for half a minute after the window; ``heed`` is called meanwhile, and ends the wait with
+        what it raises.
         """
         deadline = time.monotonic() + window_s
         next_reading = time.monotonic() + _LOG_S
@@ -279,7 +287,7 @@ class Gate:
             fault = unit_fault(unit, start_id)
             if fault is not None:
                 return self._stopped(unit, watched, fault)
-            probe = self._probe(unit, deadline)
+            probe = self._look(unit, heed)
             over = time.monotonic() >= deadline
             if probe.ready or probe.fault or over or time.monotonic() >= next_reading:
                 status = self._status(unit, watched, probe)
@@ -356,20 +364,33 @@ class Gate:
             )
         else:
             return status._replace(moved=self._moved)
+        stacks = stack_lines(unit.control_group, self._run)
         return status._replace(
             state=STUCK,
             fault=f"vLLM on {self._host} {reason}",
-            evidence=tuple(stack_lines(unit.control_group, self._run)),
+            evidence=tuple(line[:_MAX_REASON] for line in islice(stacks, _EVIDENCE_LINES)),
             moved=self._moved,
         )
 
-    def _probe(self, unit: Unit, deadline: float) -> _Probe:
+    def _look(self, unit: Unit, heed: Callable[[], None]) -> _Probe:
+        pool = ThreadPoolExecutor(1)
+        probe = pool.submit(self._probe, unit)
+        # What is asked when ``heed`` raises is not waited for: its answer counts no more.
+        pool.shutdown(wait=False)
+        while not wait([probe], _POLL_S).done:
+            heed()
+        return probe.result()
+
+    def _probe(self, unit: Unit) -> _Probe:
         """Ask the endpoints, cheapest first. An answer that does not come in time means: not ready yet."""
+        now = time.monotonic()
+        over = (now if unit.started_at is None else unit.started_at) + self._budget.limit_s
+        deadline = min(now + _ANSWERS_S, over)
         if unit.status.startswith(JOINED):
             # Whether the replica serves, its head is asked.
             return _Probe(ready=True)
         try:
-            health = self._request("/health", deadline, longest_s=_HEALTH_S)
+            health = self._request("/health", now + _HEALTH_S)
             if health is None or health.status != HTTPStatus.OK:
                 return _Probe()
             other = other_listener(self._port, unit.control_group)
@@ -459,13 +480,11 @@ class Gate:
             )
         return answer
 
-    def _request(
-        self, path: str, deadline: float, body: dict[str, object] | None = None, longest_s: float = 10.0
-    ) -> _Response | None:
+    def _request(self, path: str, deadline: float, body: dict[str, object] | None = None) -> _Response | None:
         """Return the response, or None if none came before ``deadline`` (at least a second is waited)."""
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(f"{self._url}{path}", data, self._headers)
-        timeout = min(max(deadline - time.monotonic(), 1.0), longest_s)
+        timeout = max(deadline - time.monotonic(), 1.0)
         try:
             with self._opener.open(request, timeout=timeout) as response:
                 return _Response(response.status, response.read(_MAX_BODY).decode(errors="replace"))

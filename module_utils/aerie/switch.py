@@ -4,6 +4,7 @@
 Ansible starts it, follows it and confirms it, but is not needed for its end: a release that fails a gate, that nobody
 confirms, or that was being activated when the host or this program went down, makes way for the previous one. All that
 is to be known for that stands in the journal, written before each step. The unit that runs the program is the lock.
+A release that is ready waits as long as somebody follows: whoever confirms may wait for other hosts.
 
 The hosts of one replica go together: what one of them decides, keep the release or go back, the others do, too. Before
 its confirmation a host that hears no more goes back by itself; after it, it does nothing more before it knows of all.
@@ -53,10 +54,8 @@ from ansible.module_utils.aerie.journal import (
 from ansible.module_utils.aerie.leftovers import Service
 from ansible.module_utils.aerie.mates import BACK, KEEPS, READY, Mates
 from ansible.module_utils.aerie.proved import keep
-from ansible.module_utils.aerie.readiness import Budget, Gate
+from ansible.module_utils.aerie.readiness import Budget, Gate, phase_words
 from ansible.module_utils.aerie.release import ReleaseError, Releases, running_service
-
-UNIT = "aerie-switch.service"
 
 _POLL_S = 0.2
 _WATCH_S = 2.0
@@ -84,6 +83,7 @@ class Switch:
         self._to: dict[str, Any] = state["to"]
         self._mates = self._ask_mates()
         self._began = time.monotonic()
+        self._followed = journal.followed()
 
     def run(self) -> str:
         """Switch, and return the outcome. What fails before the confirmation is undone."""
@@ -173,6 +173,8 @@ class Switch:
         deadline = time.monotonic() + state["confirm_s"]
         while self._journal.told("proceed") != step:
             self._heed()
+            if self._is_followed():
+                deadline = time.monotonic() + state["confirm_s"]
             if time.monotonic() > deadline:
                 budget = f"within {state['confirm_s']:g} s"
                 raise SwitchError(f"nothing was heard of the replica's other hosts {budget}, to {step} together")
@@ -189,7 +191,7 @@ class Switch:
         settings = {path: read_text(Path(path)) for path in self._to["settings"]}
         where = endpoint(settings)
         service = Service(self._journal.state["user"], where.address, where.port)
-        before = list(service.processes())
+        before = service.held()
         # 5: there is no such unit, before the first deploy.
         systemctl("stop", self._unit.name, fine=(0, 5))
         remains = service.clear(_CLEAR_S, before)
@@ -267,6 +269,8 @@ class Switch:
         limit = deadline = time.monotonic() + state["start_s_budget"] + state["confirm_s"]
         budget = 0.0
         while Path(f"/proc/{running.pid}").exists():
+            if self._is_followed() and budget:
+                deadline = time.monotonic() + budget
             over = time.monotonic() > deadline
             others = self._mates.states(0 if over else _HEARD_S).values()
             if self._journal.told("confirm") is not None or KEEPS in others:
@@ -349,19 +353,22 @@ class Switch:
                 certificate=where.certificate,
             )
             while True:
-                status = gate.watch(start_id, min(_WATCH_S, max(deadline - time.monotonic(), 0)))
+                status = gate.watch(start_id, min(_WATCH_S, max(deadline - time.monotonic(), 0)), heed)
                 start_id = status.start_id
-                facts = {**status._asdict(), "model": serves["model"], "url": where.url}
+                facts = {**status._asdict(), "model": serves["model"], "url": where.url, "words": phase_words(status)}
                 facts["speculation"] = status.speculation._asdict() if status.speculation else None
-                tail = facts.pop("journal_tail")
+                seen = {name: facts.pop(name) for name in ("evidence", "journal_tail")}
                 fault = facts.pop("fault")
                 told = {name: facts[name] for name in _TOLD}
                 if status.ready:
                     return {"gate": "health", "verdict": "passed", "message": "a token was generated", **told}
                 if not fault and time.monotonic() >= deadline:
-                    fault = f"vLLM was not ready after {budget_s:g} s: it is at {status.phase}"
+                    fault = f"vLLM was not ready after {budget_s:g} s: it is at {phase_words(status)}"
+                # Its processes end with the way back.
+                if fault and status.evidence and self._journal.keep_evidence([fault, *status.evidence]):
+                    fault = f"{fault} What its processes did is in {self._journal.evidence_path} on this host."
                 if fault:
-                    return {"gate": "health", "verdict": "failed", "message": fault, **told, "journal_tail": tail}
+                    return {"gate": "health", "verdict": "failed", "message": fault, **told, **seen}
                 self._journal.progress(facts)
                 heed()
 
@@ -379,6 +386,11 @@ class Switch:
     def _ask_mates(self) -> Mates:
         state = self._journal.state
         return Mates(state["deployment"], **(state["together"] or {"here": "", "port": 0, "others": ()}))
+
+    def _is_followed(self) -> bool:
+        """Say whether somebody looked since this was asked last."""
+        before, self._followed = self._followed, self._journal.followed()
+        return self._followed != before
 
     def _heed(self) -> None:
         """Raise SwitchError where the switch is to be undone: by whose word, or by what other hosts did."""

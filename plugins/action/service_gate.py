@@ -6,12 +6,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ansible.constants as C
+import ansible.module_utils
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
+# Ansible gives modules this search path, but not the plugins that run on the control node.
+ansible.module_utils.__path__.extend(set(C.DEFAULT_MODULE_UTILS_PATH) - set(ansible.module_utils.__path__))
+
+from ansible.module_utils.aerie.waiting import Lines  # noqa: E402
+
 display = Display()
 
-_SHOW_EVERY_S = 10.0
 _BUDGET_VARIABLE = "vllm_service_start_budget"
 
 
@@ -36,37 +42,21 @@ class ActionModule(ActionBase):
         host = str((task_vars or {}).get("inventory_hostname", ""))
         arguments.setdefault("host", host)
         began = time.monotonic()
-        progress = _Progress(host)
+        lines = Lines(host, display.display)
         while True:
-            called = time.monotonic()
-            arguments["budget_s"] = max(budget_s - (called - began), 0.0)
-            outcome: dict[str, Any] = self._execute_module("service_gate", module_args=arguments, task_vars=task_vars)
-            now = time.monotonic()
+            arguments["budget_s"] = max(budget_s - (time.monotonic() - began), 0.0)
+            with lines.kept():
+                outcome: dict[str, Any] = self._execute_module(
+                    "service_gate", module_args=arguments, task_vars=task_vars
+                )
             if outcome.get("failed") or outcome.get("skipped") or outcome.get("ready") or "phase" not in outcome:
                 return {**result, **outcome}
             # Later calls must see the same start: another one means that this one died.
             arguments["start_id"] = outcome["start_id"]
             arguments["moved"] = outcome["moved"]
-            progress.show(outcome, now, now - called)
-            if now - began >= budget_s:
+            lines.say(outcome["phase"], outcome["words"], outcome["elapsed_s"])
+            if time.monotonic() - began >= budget_s:
                 return {**result, **outcome, "failed": True, "msg": _over_budget(host, outcome, budget_s)}
-
-
-class _Progress:
-    """Shows a line when the phase changes, and before 10 seconds pass without one."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._phase = ""
-        self._shown = float("-inf")
-
-    def show(self, outcome: dict[str, Any], now: float, call_s: float) -> None:
-        # The next chance comes after another call.
-        if outcome["phase"] == self._phase and now - self._shown + call_s <= _SHOW_EVERY_S:
-            return
-        self._phase = outcome["phase"]
-        self._shown = now
-        display.display(f"{self._host}: {outcome['words']} ({outcome['elapsed_s']:.0f} s)")
 
 
 def _over_budget(host: str, outcome: dict[str, Any], budget_s: float) -> str:

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie import readiness, switch
+from ansible.module_utils.aerie.evidence import bytes_read, stack_lines
 from ansible.module_utils.aerie.host_key import host_key
 from ansible.module_utils.aerie.journal import Journal
 from ansible.module_utils.aerie.leftovers import Service
 from ansible.module_utils.aerie.release import Releases, release_id
+from ansible.module_utils.aerie.resume import UNIT
 from modules import run_module
 
 USER = pwd.getpwuid(os.getuid()).pw_name
@@ -75,6 +77,8 @@ def answer(path, head, body):
     if faults.get("silent"):
         time.sleep(3600)
     count = json.loads(body)["max_tokens"]
+    if count > 1:
+        time.sleep(faults.get("sample_s", 0))
     drafts += count - 1
     return 200, json.dumps({{"usage": {{"completion_tokens": count}}}})
 
@@ -142,6 +146,7 @@ case "$*" in
     rm -f serving; mkfifo serving
     (set -a; . {settings}; exec $command) < /dev/null >> log 2>&1 3> serving &
     echo $! > pid
+    echo $! > cgroup/toy/cgroup.procs
     ln -sf /proc/$! {proc}/
     cat serving
     ;;
@@ -154,6 +159,8 @@ case "$*" in
 "enable {service}") touch enabled ;;
 "disable {service}") rm -f enabled ;;
 "show aerie-watchdog.timer "*) cat timer ;;
+"show {switch} "*) cat switch ;;
+"start --no-block {switch}") if [ ! -e broken ]; then echo ActiveState=active > switch; fi ;;
 "is-enabled {service}") if [ -e enabled ]; then echo enabled; else exit 1; fi ;;
 esac
 """
@@ -203,6 +210,7 @@ class Host:
         self.shared_memory = directory / "shm"
         for path in (self.root, self.etc, self.state, self.keys, self.proc, self.shared_memory, directory / "bin"):
             path.mkdir()
+        (self.state / "cgroup/toy").mkdir(parents=True)
         (self.proc / "self").symlink_to("/proc/self")
         self.unit = self.etc / SERVICE
         self.releases = Releases(self.root)
@@ -211,14 +219,21 @@ class Host:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         text = _SYSTEMCTL.format(
-            state=self.state, service=SERVICE, unit=self.unit, settings=self.etc / "vllm.env", proc=self.proc
+            state=self.state,
+            service=SERVICE,
+            switch=UNIT,
+            unit=self.unit,
+            settings=self.etc / "vllm.env",
+            proc=self.proc,
         )
-        self._install("systemctl", text)
-        self._install("journalctl", "#!/bin/sh\n")
-        # A program of the host's own would tell of its GPUs.
-        self._install("nvidia-smi", "#!/bin/sh\n")
+        self.switch_unit("ActiveState=inactive")
+        self.put_program("systemctl", text)
+        self.put_program("journalctl", "#!/bin/sh\n")
+        # Programs of the host's own would tell of its GPUs, and stop its processes.
+        self.put_program("nvidia-smi", "#!/bin/sh\n")
+        self.put_program("py-spy", "#!/bin/sh\n")
 
-    def _install(self, name: str, text: str) -> None:
+    def put_program(self, name: str, text: str) -> None:
         path = self._directory / "bin" / name
         path.write_text(text)
         path.chmod(0o755)
@@ -316,10 +331,16 @@ class Host:
 
     def _confine(self, boot: str, notify: Path | None, largest: int) -> None:
         # In the child only.
+        cgroups = self.state / "cgroup"
+        vars(readiness).update(
+            stack_lines=lambda _, run: stack_lines("toy", run, cgroups=cgroups),
+            bytes_read=lambda _: bytes_read("toy", cgroups=cgroups),
+        )
         vars(switch).update(
             Service=lambda _, address, port: Service(USER, address, port, self.proc, self.shared_memory),
             host_key=functools.partial(host_key, directory=self.keys),
             _POLL_S=0.01,
+            _WATCH_S=0.3,
             _ROOM_S=0.01,
             _CLEAR_S=0.3,
             _HEARD_S=0.05,
@@ -353,6 +374,12 @@ class Host:
 
     def mend(self, verb: str) -> None:
         (self.state / f"fail-{verb}").unlink()
+
+    def switch_unit(self, *properties: str, broken: bool = False) -> None:
+        """Have systemd tell this of the program's unit until it is started, which it cannot be if it is ``broken``."""
+        (self.state / "switch").write_text("".join(f"{line}\n" for line in properties))
+        if broken:
+            (self.state / "broken").touch()
 
     def power_cut(self) -> None:
         """What a reboot ends."""

@@ -158,13 +158,65 @@ def test_another_python_makes_it_anew(host: Host) -> None:
     host.unchanged(python=python)
 
 
-def test_another_uv_makes_it_anew(host: Host, uv_wheel: Path, tools: Path) -> None:
+def test_another_uv_makes_the_next_one_and_leaves_this_one_alone(host: Host, uv_wheel: Path, tools: Path) -> None:
+    """The release id does not have it: a new uv would make the environment of a release that serves anew."""
     host.made()
     newer = host.root / "uv-99.0-py3-none-any.whl"
     newer.symlink_to(uv_wheel)
-    host.made(uv_wheel=newer)
+    before = host.files()
+    assert host.predicted(uv_wheel=newer)["changed"] is False
+    host.unchanged(uv_wheel=newer)
+    assert host.files() == before
+    result = host.made(uv_wheel=newer, path=host.root / "releases/b/venv")
+    assert result["diff"]["after"]["uv"] == "99.0"
     assert {path.name for path in tools.iterdir()} == {f"uv-{UV_RELEASE}", "uv-99.0"}
     assert os.access(tools / "uv-99.0", os.X_OK)
+
+
+LOST = {"record": "aerie.json is missing or damaged", "lock": "lock_sha256 was "}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_the_environment_of_the_current_release_is_not_made_anew(host: Host, lost: str) -> None:
+    host.made()
+    (host.root / "current").symlink_to("releases/a")
+    host.unchanged()
+    changes: dict[str, str | Path] = {}
+    if lost == "record":
+        (host.environment / "aerie.json").unlink()
+    else:
+        changes = {"lock": f"# another\n{host.options['lock']}"}
+    before = host.files()
+    for check_mode in (True, False):
+        result = host.run(changes, check_mode=check_mode)
+        assert result["failed"] is True
+        assert result["msg"].startswith("release a is active, and its environment would be made anew, since ")
+        assert LOST[lost] in result["msg"]
+        assert result["msg"].endswith(
+            "Roll back to another release, then deploy again. If there is no other, stop the service, remove "
+            f"{host.root / 'current'}, and deploy again"
+        )
+    assert host.files() == before
+    # Once another one is current.
+    (host.root / "current").unlink()
+    (host.root / "current").symlink_to("releases/b")
+    host.made(**changes)
+
+
+def test_the_environment_that_a_process_runs_is_not_made_anew(host: Host) -> None:
+    path = host.root / "releases/0123456789abcdef/venv"
+    host.made(path=path)
+    (path / "aerie.json").unlink()
+    command = [str(path / "bin/python"), "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        message = host.refused(path=path)
+        assert (path / "bin/python").exists()
+        process.communicate(b"")
+    assert message.startswith("release 0123456789abcdef is not active, but a process still runs it, ")
+    assert f"{path} in /proc/PID/maps" in message
+    host.made(path=path)
 
 
 def test_what_was_interrupted_is_made_anew(host: Host) -> None:

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie.leftovers import Service, compute_processes
+from ansible.module_utils.aerie import leftovers
+from ansible.module_utils.aerie.leftovers import Held, Service, gpus
 
 USER = pwd.getpwuid(os.getuid()).pw_name
 WAIT = "echo ready; read line"
@@ -162,39 +163,143 @@ def test_shared_memory_of_others_is_let_be(proc: Path, shared_memory: Path) -> N
     assert segment.exists()
 
 
-def smi(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    program = directory / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{text}\n")
-    program.chmod(0o755)
+def report(*cards: tuple[str, dict[int, int]], lost: str = "") -> str:
+    """Return what nvidia-smi tells of GPUs with this much memory in use, and by which processes."""
+    text = ""
+    for number, (used, holders) in enumerate(cards):
+        total = "GPU is lost" if str(number) == lost else "143771 MiB"
+        processes = "".join(
+            f"<process_info><pid>{pid}</pid><type>C</type><used_memory>{memory} MiB</used_memory></process_info>"
+            for pid, memory in holders.items()
+        )
+        text += (
+            f'<gpu id="00000000:0{number}:00.0"><uuid>GPU-{number}</uuid><fb_memory_usage><total>{total}</total>'
+            f"<used>{used}</used></fb_memory_usage><processes>{processes}</processes></gpu>"
+        )
+    return f"<nvidia_smi_log>{text}</nvidia_smi_log>"
+
+
+class Smi:
+    """nvidia-smi, which gives each of its answers once, and the last one as often as it is asked; "" is none."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        program = directory / "nvidia-smi"
+        program.write_text(
+            f'#!/bin/sh\ncd {directory}\necho "$*" >> asked\nset -- answer-*\ncat "$1"\n[ $# = 1 ] || rm "$1"\n'
+        )
+        program.chmod(0o755)
+
+    def answers(self, *texts: str) -> None:
+        for path in self._directory.glob("answer-*"):
+            path.unlink()
+        for number, text in enumerate(texts):
+            (self._directory / f"answer-{number}").write_text(text)
+
+    def asked(self) -> list[str]:
+        path = self._directory / "asked"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+    directory = tmp_path / "smi"
+    directory.mkdir()
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+    return Smi(directory)
 
 
-def test_memory_of_gpus_is_asked_for_until_it_is_back(
-    proc: Path, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The driver lists 4711 twice more, and a process of somebody else all the time.
-    smi(
-        tmp_path,
-        monkeypatch,
-        f'echo "$*" > {tmp_path}/asked; echo 99; [ -e {tmp_path}/2 ] || echo 4711\n'
-        f"[ ! -e {tmp_path}/1 ] || touch {tmp_path}/2; touch {tmp_path}/1",
-    )
+SEE = " (see the kernel log: journalctl -k -g NVRM)"
+# A process of somebody else's on the first of two GPUs.
+THEIRS = {99: 9000}
+
+
+def held(proc: Path, shared_memory: Path, smi: Smi) -> tuple[Service, Held, int]:
+    """Return a service, what it had while its one process, which has ended, held 100000 MiB of GPU 0, and that one."""
     service = Service(USER, "127.0.0.1", 0, proc, shared_memory)
-    assert service.remains([4711, 4712]) == ["process 4711 holds memory of a GPU"]
-    assert service.clear(20, [4711, 4712]) == []
-    assert (tmp_path / "asked").read_text() == "--query-compute-apps=pid --format=csv,noheader\n"
+    with process(proc) as child:
+        smi.answers(report(("109500 MiB", {child.pid: 100_000, **THEIRS}), ("9000 MiB", THEIRS)))
+        had = service.held()
+    return service, had, child.pid
+
+
+def test_memory_of_gpus_is_asked_for_until_it_is_back(proc: Path, shared_memory: Path, smi: Smi) -> None:
+    service, had, pid = held(proc, shared_memory, smi)
+    listed = report(("109500 MiB", {pid: 100_000, **THEIRS}), ("9000 MiB", THEIRS))
+    hidden = report(("109500 MiB", THEIRS), ("9000 MiB", THEIRS))
+    smi.answers(listed)
+    assert service.remains(had) == [f"process {pid} holds memory of a GPU"]
+    smi.answers(hidden)
+    assert service.remains(had) == [f"100000 MiB of GPU 0 that no process holds{SEE}"]
+    before = len(smi.asked())
+    smi.answers(listed, hidden, report(("9500 MiB", THEIRS), ("9000 MiB", THEIRS)))
+    assert service.clear(20, had) == []
+    assert smi.asked()[before:] == ["-q -x"] * 3
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("echo 1; echo; echo [N/A]; echo 22", {1, 22}), ("exit 9", set()), ("kill $$", set())]
+    "after",
+    [
+        # Somebody else took what it gave back, on that GPU and another.
+        report(("130500 MiB", {99: 120_000, 100: 10_000}), ("140000 MiB", {101: 140_000})),
+        # Others' memory may be hidden, where it did not use the GPU.
+        report(("9500 MiB", THEIRS), ("140000 MiB", {})),
+        # A driver has some for itself.
+        report(("1500 MiB", {}), ("0 MiB", {})),
+    ],
 )
-def test_a_driver_that_does_not_answer_knows_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: set[int]
+def test_memory_that_others_use_is_let_be(proc: Path, shared_memory: Path, smi: Smi, after: str) -> None:
+    service, had, _ = held(proc, shared_memory, smi)
+    smi.answers(after)
+    assert service.remains(had) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "remains"),
+    [
+        ("", "perhaps memory of GPUs, since nvidia-smi does not answer any more"),
+        ("NVIDIA-SMI has failed", "perhaps memory of GPUs, since nvidia-smi does not answer any more"),
+        (report(("N/A", {}), lost="0"), "perhaps memory of GPU 0, which does not answer any more"),
+        (report(), "perhaps memory of GPU 0, which does not answer any more"),
+    ],
+)
+def test_memory_that_nobody_tells_of_any_more_is_not_known_to_be_back(
+    proc: Path, shared_memory: Path, smi: Smi, after: str, remains: str
 ) -> None:
-    smi(tmp_path, monkeypatch, text)
-    assert compute_processes() == found
+    service, had, _ = held(proc, shared_memory, smi)
+    smi.answers(after)
+    assert service.clear(0, had) == [f"{remains}{SEE}"]
+
+
+def test_a_driver_that_takes_too_long_does_not_answer(
+    proc: Path, shared_memory: Path, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, had, _ = held(proc, shared_memory, smi)
+    (tmp_path / "smi/nvidia-smi").write_text("#!/bin/sh\nexec cat /dev/zero\n")
+    monkeypatch.setattr(leftovers, "_NVIDIA_SMI_S", 0.05)
+    assert service.remains(had) == [f"perhaps memory of GPUs, since nvidia-smi does not answer any more{SEE}"]
+
+
+@pytest.mark.parametrize("before", ["", report(("N/A", {}), lost="0"), report(("9000 MiB", THEIRS))])
+def test_nothing_is_said_of_gpus_that_the_service_was_not_seen_on(
+    proc: Path, shared_memory: Path, smi: Smi, before: str
+) -> None:
+    service = Service(USER, "127.0.0.1", 0, proc, shared_memory)
+    smi.answers(before)
+    with process(proc):
+        had = service.held()
+    assert smi.asked() == ["-q -x"]
+    smi.answers("")
+    assert service.remains(had) == []
+    assert smi.asked() == ["-q -x"]
+
+
+def test_a_service_without_processes_holds_no_gpu(proc: Path, shared_memory: Path, smi: Smi) -> None:
+    service = Service(USER, "127.0.0.1", 0, proc, shared_memory)
+    assert service.remains(service.held()) == []
+    assert smi.asked() == []
 
 
 def test_a_host_without_a_driver_has_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert compute_processes() == set()
+    assert gpus() == ()

@@ -290,6 +290,20 @@ def test_a_host_that_hears_no_more_of_the_others_goes_back(pair: Pair, step: str
     assert (head.pid() == pid) == (step == STOP)
 
 
+def test_a_host_waits_for_the_others_as_long_as_it_is_followed(pair: Pair) -> None:
+    """The others may not be told before a replica of the batch that begins by itself has started."""
+    head, _ = pair
+    pid = head.pid()
+    program = head.begin(budget_s=1)
+    head.waits(STOP)
+    since = time.monotonic()
+    until(lambda: head.switch("followed", window_s=0)["waits_to"] == STOP and time.monotonic() - since > 3)
+    assert program.runs()
+    assert program.wait() == 0
+    assert head.end()["reason"] == "nothing was heard of the replica's other hosts within 1 s, to stop together"
+    assert head.pid() == pid
+
+
 def test_a_mate_that_is_lost_while_it_starts_is_not_waited_for(pair: Pair) -> None:
     head, worker = pair
     program = head.begin(budget_s=1, silent=True)

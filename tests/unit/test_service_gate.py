@@ -383,9 +383,65 @@ def test_an_engine_that_cannot_answer_yet_is_waited_for(vllm: Vllm, systemd: Sys
     assert gate(vllm.port)["ready"] is False
 
 
-def test_an_engine_that_hangs_is_not_ready(vllm: Vllm, systemd: Systemd) -> None:
+def test_an_engine_that_hangs_is_not_ready(vllm: Vllm, systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "_ANSWERS_S", 0.1)
     vllm.hang.clear()
     assert gate(vllm.port)["ready"] is False
+
+
+def watcher(port: int, budget: readiness.Budget, key: str = "") -> readiness.Gate:
+    def run(command: list[str]) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    return readiness.Gate("host-1", "vllm.service", f"http://127.0.0.1:{port}", "kimi", True, key, run, budget)
+
+
+def with_key(vllm: Vllm) -> str:
+    vllm.keys.mkdir(parents=True)
+    (vllm.keys / "digest").write_text(hashlib.sha256(b"key").hexdigest())
+    return "key"
+
+
+def test_tokens_that_come_after_the_window_make_it_ready(vllm: Vllm, systemd: Systemd) -> None:
+    """A slow service, such as one of 12 tokens a second, whose sample takes longer than the switch's windows."""
+    systemd.log("ready")
+    vllm.hang.clear()
+    began = time.monotonic()
+
+    def heed() -> None:
+        # Longer than any request is waited for at least.
+        if time.monotonic() - began > 1.5:
+            vllm.hang.set()
+
+    status = watcher(vllm.port, readiness.Budget(), with_key(vllm)).watch("", 0, heed)
+    assert (status.ready, status.state, time.monotonic() - began > 1.5) == (True, "ready", True)
+    assert [path for path, _ in vllm.seen].count("/v1/completions") == 2
+
+
+def test_whoever_waits_for_tokens_may_be_told_to_stop(vllm: Vllm, systemd: Systemd) -> None:
+    vllm.hang.clear()
+
+    def heed() -> None:
+        raise InterruptedError("aborted")
+
+    with pytest.raises(InterruptedError, match="aborted"):
+        watcher(vllm.port, readiness.Budget(), with_key(vllm)).watch("", 3600, heed)
+    # It was still waited for.
+    assert not vllm.hang.is_set()
+
+
+def test_tokens_are_not_waited_for_beyond_the_limit_of_a_start(
+    vllm: Vllm, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "_LOG_S", 0.05)
+    vllm.hang.clear()
+    began = time.monotonic()
+    status = watcher(vllm.port, readiness.Budget(limit_s=3), with_key(vllm)).watch("", 3600)
+    assert status.state == "stuck"
+    assert status.fault is not None
+    assert "its start may take 3 s" in status.fault
+    # A look alone may take half a minute.
+    assert time.monotonic() - began < 20
 
 
 def test_check_mode_asks_nobody(systemd: Systemd) -> None:
@@ -512,16 +568,8 @@ def test_a_start_that_does_nothing_is_stuck_with_evidence(tmp_path: Path, system
 def test_a_stuck_start_is_a_fault_within_one_long_window(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> None:
     systemd.log("loading")
     monkeypatch.setattr(readiness, "_LOG_S", 0.05)
-
-    def run(command: list[str]) -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-    budget = readiness.Budget(stuck_after_s=0.3)
-    watcher = readiness.Gate(
-        "host-1", "vllm.service", f"http://127.0.0.1:{closed_port()}", "kimi", True, None, run, budget
-    )
     began = time.monotonic()
-    status = watcher.watch("", 60)
+    status = watcher(closed_port(), readiness.Budget(stuck_after_s=0.3)).watch("", 60)
     assert time.monotonic() - began < 30
     assert (status.state, status.ready) == ("stuck", False)
     assert status.fault is not None

@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import switch
+from ansible.module_utils.aerie import resume, switch
 from ansible.module_utils.aerie.journal import (
     ACTIVATING,
     AWAITING,
@@ -80,7 +81,7 @@ def test_a_release_is_switched_to_and_kept(host: Host, old: str) -> None:
         "to": new,
     }
     # Nothing happens before the program runs, which systemd starts.
-    assert host.calls() == ["daemon-reload", f"enable {switch.UNIT}", f"start --no-block {switch.UNIT}"]
+    assert host.calls() == ["daemon-reload", f"enable {resume.UNIT}", f"start --no-block {resume.UNIT}"]
     assert host.pid() == before
     program = host.program()
     host.awaits(AWAITING)
@@ -129,6 +130,34 @@ def test_a_secret_that_was_replaced_stays_as_long_as_it_may_be_needed(host: Host
     assert (last(host)["outcome"], before.exists()) == ("restored" if fails else "confirmed", fails)
     assert after.exists()
     assert (Path(drop_in).read_text() == wanted) != fails
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("joins", [False, True])
+def test_files_that_only_one_of_both_releases_has_come_and_go_with_it(
+    host: Host, old: str, joins: bool, fails: bool
+) -> None:
+    """As those of a host that becomes a part of a replica, or leaves one."""
+    rules, drop_in = host.etc / "replica.nft", host.etc / f"{SERVICE}.d/replica.conf"
+    texts = {rules: "table inet aerie_replica\n", drop_in: f"[Service]\nExecStartPre=+nft -f {rules}\n"}
+    drop_in.parent.mkdir()
+    if not joins:
+        for path, text in texts.items():
+            path.write_text(text)
+    settings = {**host.settings(), **{str(path): text if joins else None for path, text in texts.items()}}
+    new = host.stage("new", health=503 if fails else 200)
+    host.start(new, settings=settings, start_budget_s=3 if fails else 20)
+    program = host.program()
+    if not fails:
+        assert confirm(host)["outcome"] == "confirmed"
+    assert program.wait() == 0
+    assert host.serves(old if fails else new)
+    there = {path: path.read_text() for path in texts if path.exists()}
+    assert there == (texts if joins != fails else {})
+    assert last(host)["outcome"] == ("restored" if fails else "confirmed")
+    # The same again is no reason for a switch.
+    settings = {**host.settings(), **{str(path): there.get(path) for path in texts}}
+    assert host.start(old if fails else new, settings=settings)["changed"] is False
 
 
 def test_a_service_that_runs_the_release_is_left_alone(host: Host, old: str) -> None:
@@ -194,7 +223,7 @@ def test_anything_else_is_predicted_and_begun(host: Host, old: str, change: Call
 
 def test_the_unit_of_the_program_runs_it_from_files_that_stay(host: Host, old: str) -> None:
     host.start(host.stage("new"))
-    unit = (host.etc / switch.UNIT).read_text().splitlines()
+    unit = (host.etc / resume.UNIT).read_text().splitlines()
     assert f"ExecStart={sys.executable} -m ansible.module_utils.aerie.switch {host.root}" in unit
     assert f"Before={SERVICE}" in unit
     (path,) = (line.split("=")[2].split()[0] for line in unit if line.startswith("Environment=PYTHONPATH="))
@@ -276,6 +305,76 @@ def test_a_release_that_fails_makes_way_for_the_old_one(host: Host, old: str, na
         path: content for path, content in before.items() if not path.endswith("ledger.jsonl")
     }
     host.over()
+
+
+def test_a_service_whose_sample_takes_longer_than_a_window_is_ready(host: Host, old: str) -> None:
+    # A request is waited for a second at least.
+    host.start(host.stage("new", depth=2, sample_s=1.2))
+    program = host.program()
+    assert confirm(host)["outcome"] == "confirmed"
+    assert program.wait() == 0
+    assert last(host)["switch"]["gates"][0]["speculation"]["drafts"] == 31
+
+
+def test_whoever_follows_a_start_learns_rate_and_estimate(host: Host, old: str) -> None:
+    host.put_program("journalctl", f"#!/bin/sh\ncat {Path(__file__).parent}/logs/loading.log\n")
+    new = host.stage("new", health=503)
+    host.start(new, start_budget_s=15)
+    program = host.program()
+    until(lambda: host.switch("followed", window_s=0)["progress"])
+    progress = host.switch("followed", window_s=0)["progress"]
+    assert progress["words"] == "loading weights 40 % (26 of 64, 0.0 MB/s, about 76 s left)"
+    host.journal.tell("abort", "second")
+    assert program.wait() == 0
+
+
+def test_what_the_processes_of_a_stuck_start_did_outlives_them(host: Host, old: str) -> None:
+    host.put_program("py-spy", "#!/bin/sh\necho 'Thread 1 (idle): all_reduce (distributed.py:1)'\n")
+    kept = host.root / "switch/evidence.txt"
+    host.start(host.stage("new", health=503), stuck_after_s=0.1)
+    assert host.program().wait() == 0
+    assert host.serves(old)
+    end = last(host)
+    assert (end["outcome"], end["switch"]["failed_gate"]) == ("restored", "health")
+    reason = end["switch"]["reason"]
+    assert " is stuck at starting: " in reason
+    assert reason.endswith(f" What its processes did is in {kept} on this host.")
+    (gate,) = end["switch"]["gates"]
+    process, stack = gate["evidence"]
+    assert re.fullmatch(r"pid \d+ \(.+\): state \w, waits in the kernel for \S+", process)
+    assert stack == "  Thread 1 (idle): all_reduce (distributed.py:1)"
+    fault, *lines = kept.read_text().splitlines()
+    assert (reason.startswith(fault), lines) == (True, gate["evidence"])
+    # Nobody takes it for the next one's.
+    host.start(host.stage("third"), deployment="third")
+    assert not kept.exists()
+
+
+def test_evidence_that_there_is_no_room_for_is_not_promised(host: Host, old: str) -> None:
+    kept = host.root / "switch/evidence.txt"
+    host.start(host.stage("new", health=503), stuck_after_s=0.1)
+    kept.symlink_to("/dev/full")
+    assert host.program().wait() == 0
+    end = last(host)
+    assert "is stuck at starting" in end["switch"]["reason"]
+    assert "What its processes did" not in end["switch"]["reason"]
+    assert end["switch"]["gates"][0]["evidence"] != []
+    assert host.serves(old)
+
+
+def test_memory_that_a_gpu_does_not_give_back_keeps_the_next_release_from_it(host: Host, old: str) -> None:
+    used = "<fb_memory_usage><total>143771 MiB</total><used>131072 MiB</used></fb_memory_usage>"
+    # The process goes with the stop, and its memory stays.
+    holder = "<process_info><pid>$pid</pid><used_memory>131000 MiB</used_memory></process_info>"
+    gpu = f'<gpu id=\'0\'>{used}<processes>$([ -z "$pid" ] || echo "{holder}")</processes></gpu>'
+    asks = f"#!/bin/sh\npid=$(cat {host.state}/pid 2>/dev/null)\n"
+    host.put_program("nvidia-smi", f'{asks}echo "<nvidia_smi_log>{gpu}</nvidia_smi_log>"\n')
+    host.start(host.stage("new"))
+    assert host.program().wait() == 0
+    end = last(host)
+    assert (end["outcome"], end["switch"]["failed_phase"]) == ("restored", STOPPING)
+    assert "this remains of it: 131000 MiB of GPU 0 that no process holds" in end["switch"]["reason"]
+    assert host.serves(old)
 
 
 @pytest.mark.parametrize("verb", ["stop", "daemon-reload", "enable"])
@@ -523,7 +622,12 @@ def test_a_program_that_is_killed_at_any_step_leaves_the_old_or_the_new_release(
         actions = host.actions(f"at {step}")
         assert actions in ([["activate", "confirm"]] if kept else [["activate", "restore"], []]), (step, end)
         if kept:
-            assert host.releases.newest_deployment() == {"deployment": f"at {step}", "from": old, "to": new}
+            assert host.releases.newest_deployment() == {
+                "deployment": f"at {step}",
+                "from": old,
+                "to": new,
+                "why": "",
+            }
             host.power_cut()
             host.serve(old, deployment=f"back from {step}")
         return died
@@ -564,7 +668,7 @@ def test_a_restore_that_is_killed_at_any_step_is_finished(host: Host, old: str) 
 
     assert explore(run) >= 8
     assert over.count(True) >= 2
-    assert host.releases.newest_deployment() == {"deployment": "first", "from": "", "to": old}
+    assert host.releases.newest_deployment() == {"deployment": "first", "from": "", "to": old, "why": ""}
 
 
 def test_a_first_release_is_undone_from_wherever_its_undoing_was_killed(host: Host) -> None:
@@ -690,6 +794,21 @@ def test_a_confirmation_before_the_release_is_ready_counts_for_nothing(host: Hos
     assert (late["outcome"], host.serves(old)) == ("restored", True)
 
 
+def test_a_release_that_is_ready_waits_as_long_as_it_is_followed(host: Host, old: str) -> None:
+    """Whoever follows it may wait for a batch-mate that starts."""
+    host.start(host.stage("new"), confirm_budget_s=1)
+    program = host.program()
+    host.awaits(AWAITING)
+    since = time.monotonic()
+    until(lambda: host.switch("followed", window_s=0)["outcome"] == "ready" and time.monotonic() - since > 3)
+    assert program.runs()
+    # To look in check mode, or for another deployment, is not to follow.
+    until(lambda: host.switch("followed", window_s=0, deployment="third")["outcome"] == "none")
+    assert program.wait() == 0
+    assert last(host)["switch"]["reason"] == "nobody confirmed the release within 1 s"
+    assert host.serves(old)
+
+
 def test_answers_to_an_earlier_switch_count_for_nothing(host: Host, old: str) -> None:
     for what in ("confirm", "abort"):
         host.journal.directory.mkdir(exist_ok=True)
@@ -733,8 +852,90 @@ def test_a_switch_that_is_under_way_says_whose_it_is(host: Host, old: str) -> No
             "with -e switch_in_progress=take_over",
             refused["msg"],
         )
-    # It may have been stopped by hand.
-    assert host.calls()[-1] == f"start --no-block {switch.UNIT}"
+
+
+STOPPED = "ActiveState=inactive"
+RUN = f"start --no-block {resume.UNIT}"
+
+
+def stop_program(host: Host, program: Program | None = None) -> None:
+    """End the program as `systemctl stop` does; systemd does not start it again."""
+    if program:
+        program.kill()
+    host.switch_unit(STOPPED)
+    host.calls()
+
+
+@pytest.mark.parametrize("state", ["followed", "confirmed", "aborted"])
+def test_a_program_that_was_stopped_runs_again_once_somebody_follows(host: Host, old: str, state: str) -> None:
+    new = host.stage("new", silent=True)
+    host.start(new)
+    program = host.program()
+    until(lambda: host.running() == new)
+    stop_program(host, program)
+    host.switch(state, check_mode=True, window_s=0)
+    assert host.calls() == []
+    assert host.switch(state, window_s=0)["outcome"] == "under way"
+    assert host.calls() == [RUN]
+    # It runs: nothing is to be done.
+    host.switch(state, window_s=0)
+    assert host.calls() == []
+    assert host.program().wait() == 0
+    end = last(host)
+    assert (end["outcome"], host.serves(old)) == ("restored", True)
+    assert end["switch"]["reason"] == f"the switch program was killed while {STARTING}"
+
+
+def test_a_program_that_was_never_started_is_for_whom_asked_for_it(host: Host, old: str) -> None:
+    new = host.stage("new")
+    host.start(new)
+    stop_program(host)
+    assert last(host)["outcome"] == "under way"
+    assert host.calls() == [RUN]
+    program = host.program()
+    assert confirm(host)["outcome"] == "confirmed"
+    assert program.wait() == 0
+    assert host.serves(new)
+
+
+def test_what_another_deployment_finds_not_begun_does_not_begin(host: Host, old: str) -> None:
+    before = host.pid()
+    host.start(host.stage("new"))
+    stop_program(host)
+    third = host.stage("third")
+    assert "is under way" in host.start(third, deployment="third")["msg"]
+    assert host.calls() == [RUN]
+    assert host.program().wait() == 0
+    end = last(host)
+    assert (end["outcome"], end["switch"]["message"]) == ("restored", "nothing had been changed yet")
+    assert end["switch"]["reason"] == "deployment third found that it had not begun"
+    assert (host.pid(), host.serves(old)) == (before, True)
+    assert host.start(third, deployment="third")["outcome"] == "started"
+
+
+def test_a_program_that_does_not_come_up_is_named(host: Host, old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_COMES_UP_S", 0.3)
+    host.start(host.stage("new"))
+    stop_program(host)
+    host.switch_unit(STOPPED, broken=True)
+    refused = host.switch("followed")
+    assert (refused["failed"], refused["msg"]) == (
+        True,
+        "aerie-switch.service did not come up within 0.3 s. A switch is under way there, and does not end before it "
+        "runs: see journalctl -u aerie-switch.service, and run again",
+    )
+    host.fail("start")
+    assert "within 0.3 s (Unit is broken.). A switch" in host.switch("followed")["msg"]
+
+
+@pytest.mark.parametrize(("crashes", "fails"), [(2, False), (10, True)])
+def test_a_program_that_crashes_time_and_again_is_not_followed(host: Host, old: str, crashes: int, fails: bool) -> None:
+    host.start(host.stage("new"))
+    host.switch_unit("ActiveState=activating", "SubState=auto-restart", f"NRestarts={crashes}")
+    found = host.switch("followed")
+    assert found["failed"] is fails
+    if fails:
+        assert found["msg"].startswith("aerie-switch.service failed 10 times in a row. A switch is under way there")
 
 
 def until_started(host: Host, identity: str, in_progress: str) -> dict[str, Any]:
@@ -763,7 +964,7 @@ def test_a_switch_is_taken_over(host: Host, old: str) -> None:
     assert program.wait() == 0
     assert host.serves(third)
     assert host.actions() == ["activate", "restore"]
-    assert host.releases.newest_deployment() == {"deployment": "third", "from": old, "to": third}
+    assert host.releases.newest_deployment() == {"deployment": "third", "from": old, "to": third, "why": ""}
 
 
 def test_the_end_of_a_switch_is_waited_for(host: Host, old: str) -> None:
@@ -833,7 +1034,7 @@ def test_a_deployment_switches_twice(host: Host, old: str) -> None:
         assert program.wait() == 0
         assert host.serves(identity)
     assert host.actions() == ["activate", "confirm", "activate", "confirm"]
-    assert host.releases.newest_deployment() == {"deployment": "second", "from": old, "to": identity}
+    assert host.releases.newest_deployment() == {"deployment": "second", "from": old, "to": identity, "why": ""}
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk
