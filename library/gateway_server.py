@@ -14,7 +14,8 @@ description:
   - With O(state=ready), HAProxy sends them requests again as soon as its check finds them up.
   - Every change is written to HAProxy's state file before the module returns, so that it survives a reload, a restart
     and a crash of HAProxy.
-  - With O(state=listed), changes nothing and says what there is.
+  - With O(state=listed), changes nothing and says what there is. HAProxy checks drained servers, too, so O(wait_up)
+    tells whether it will find them.
   - Runs as root on the gateway, which the role C(load_balancer) configures.
 options:
   state:
@@ -23,14 +24,14 @@ options:
     choices: [drained, ready, listed]
     required: true
   servers:
-    description: The servers' names. Required unless O(state=listed).
+    description: The servers' names. Required unless O(state=listed) without O(wait_up).
     type: list
     elements: str
     default: []
   timeout_s:
     description:
-      - Seconds to wait for requests in flight with O(state=drained), for the servers to be up with O(state=ready) and
-        O(wait_up), or for the configuration with O(state=listed) and O(configuration).
+      - Seconds to wait for requests in flight with O(state=drained), for the servers to be up with O(wait_up), or for
+        the configuration with O(state=listed) and O(configuration).
     type: float
     default: 600
   fail_on_timeout:
@@ -38,7 +39,8 @@ options:
     type: bool
     default: true
   wait_up:
-    description: With O(state=ready), wait until HAProxy's check finds the servers up, and fail if it does not.
+    description:
+      - Wait until HAProxy's check finds the servers up, and fail if it does not. Not for O(state=drained).
     type: bool
     default: false
   configuration:
@@ -169,15 +171,21 @@ def change(module: AnsibleModule, gateway: Gateway) -> dict[str, Any]:
             **result,
         )
     if params["wait_up"] and not drained:
-        down = gateway.await_up(names, params["timeout_s"])
-        if down:
-            reasons = "; ".join(f"{name}: {check}" for name, check in down.items())
-            module.fail_json(
-                msg=f"HAProxy's check does not find these up after {params['timeout_s']:g} s: {reasons}. It asks "
-                "/health at the server's address: see whether the gateway reaches it.",
-                **result,
-            )
+        await_up(module, gateway, names, result)
     return {**result, "waited_s": round(time.monotonic() - began, 1)}
+
+
+def await_up(module: AnsibleModule, gateway: Gateway, names: list[str], result: dict[str, Any]) -> None:
+    """Wait until HAProxy's check finds the servers up; fail, with ``result``, if it does not."""
+    timeout_s = module.params["timeout_s"]
+    down = gateway.await_up(names, timeout_s)
+    if down:
+        reasons = "; ".join(f"{name}: {check}" for name, check in down.items())
+        module.fail_json(
+            msg=f"HAProxy's check does not find these up after {timeout_s:g} s: {reasons}. It asks /health at the "
+            "server's address: see whether the gateway reaches it.",
+            **result,
+        )
 
 
 def predict(module: AnsibleModule, gateway: Gateway) -> dict[str, Any]:
@@ -196,16 +204,20 @@ def predict(module: AnsibleModule, gateway: Gateway) -> dict[str, Any]:
 
 
 def look(module: AnsibleModule, gateway: Gateway) -> dict[str, Any]:
-    """Wait for the configuration if one is asked for."""
-    began, wanted = time.monotonic(), module.params["configuration"]
+    """Wait for the configuration, and for servers to be up, if these are asked for."""
+    params, began = module.params, time.monotonic()
+    names, wanted = list(dict.fromkeys(params["servers"])), params["configuration"]
+    result: dict[str, Any] = {"changed": False, "in_flight": {}}
     if wanted and not module.check_mode:
-        running = gateway.await_configuration(wanted, module.params["timeout_s"])
+        running = gateway.await_configuration(wanted, params["timeout_s"])
         if running != wanted:
             raise GatewayError(
                 f"HAProxy runs the configuration {running or 'of somebody else'} and not {wanted} after "
-                f"{module.params['timeout_s']:g} s: see journalctl -u haproxy"
+                f"{params['timeout_s']:g} s: see journalctl -u haproxy"
             )
-    return {"changed": False, "in_flight": {}, "waited_s": round(time.monotonic() - began, 1)}
+    if params["wait_up"] and not module.check_mode:
+        await_up(module, gateway, names, result)
+    return {**result, "waited_s": round(time.monotonic() - began, 1)}
 
 
 def _diff(before: dict[str, str], after: str) -> dict[str, str]:
@@ -221,11 +233,13 @@ def main() -> None:
     params = module.params
     gateway = Gateway(Path(params["master_socket"]), Path(params["state_file"]), params["backend"])
     listed = params["state"] == "listed"
-    if not listed and not params["servers"]:
-        module.fail_json(msg=f"servers is empty: name those that should be {params['state']}.")
+    waits = bool(params["configuration"] or params["wait_up"])
+    if not params["servers"] and (not listed or params["wait_up"]):
+        wanted = "up" if listed else params["state"]
+        module.fail_json(msg=f"servers is empty: name those that should be {wanted}.")
     act = look if listed else predict if module.check_mode else change
     # Otherwise there was one, or the act failed.
-    may_be_absent = module.check_mode or (listed and not params["configuration"])
+    may_be_absent = module.check_mode or (listed and not waits)
     try:
         result = act(module, gateway)
         running = not may_be_absent or gateway.is_running()

@@ -11,6 +11,7 @@ short_description: See from one look at a host whether anything is to be done th
 description:
   - Compares what is on a host with what is wanted, by signs that are cheap to read; writes nothing but a cache of
     digests. The full comparison is M(release_verify)'s.
+  - Has systemd run the switch program again where a switch is under way and it was stopped.
   - The digests of the request are computed on the control node, by the action plugin of the same name.
 options:
   root:
@@ -115,13 +116,20 @@ healthy:
   description: Whether the service answers /health.
   type: bool
   returned: success
+listens:
+  description: The address and the port that the service's settings on the host name; empty where there are none.
+  type: dict
+  returned: success
+  sample: {address: 192.0.2.11, port: '8000'}
 certificate:
   description: The certificate that the service's settings on the host name, as a PEM text; empty without TLS.
   type: str
   returned: success
-newest:
-  description: The newest deployment that changed what this host serves, and from which release to which.
-  type: dict
+deployments:
+  description: The two newest deployments that changed what this host serves, newest first, and from which release to
+    which.
+  type: list
+  elements: dict
   returned: success
 last_start_s:
   description: How long the current release took to start when it was confirmed last.
@@ -150,9 +158,10 @@ aim_changes:
 
 from pathlib import Path
 
-from ansible.module_utils.aerie.journal import Journal, whose
+from ansible.module_utils.aerie.journal import Journal, SwitchError, whose
 from ansible.module_utils.aerie.probe import UNDER_WAY, Desired, describe, reasons
 from ansible.module_utils.aerie.release import Releases
+from ansible.module_utils.aerie.resume import resume
 from ansible.module_utils.aerie.verification import DIGEST_CACHE, quick_check
 from ansible.module_utils.basic import AnsibleModule
 
@@ -179,6 +188,10 @@ def look(module: AnsibleModule) -> None:
     root, unit = Path(params["root"]), Path(params["unit"])
     cache = Path(params["cache"])
     releases, journal = Releases(root), Journal(root)
+    if journal.load() and not module.check_mode:
+        # Not between the request of another run and its start of the program.
+        with journal.alone():
+            resume(journal, "another run found that it had not begun")
     if journal.load() and params["in_progress"] == "fail":
         module.fail_json(msg=whose(journal.state))
     found = describe(root, unit, params["settings"])
@@ -186,10 +199,10 @@ def look(module: AnsibleModule) -> None:
     # In check mode nothing is written.
     remember = not module.check_mode
     if aim == "previous":
-        aim = found["newest"].get("from", "")
-    problems: list[str] = []
-    if aim:
-        problems = quick_check(releases, aim, cache, remember)
+        aim = found["deployments"][0]["from"] if found["deployments"] else ""
+    problems = []
+    if params["aim"]:
+        problems = quick_check(releases, aim, cache, remember, name_files=True) if aim else []
         # What is under way ends before anything else is done there; until then nobody calls this host ready.
         wanted = [UNDER_WAY] if journal.state else []
     else:
@@ -212,7 +225,7 @@ def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENT_SPEC, supports_check_mode=True)
     try:
         look(module)
-    except OSError as error:
+    except (OSError, SwitchError) as error:
         module.fail_json(msg=str(error))
 
 

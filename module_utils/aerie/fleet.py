@@ -90,6 +90,8 @@ def _line(host: str, entry: Mapping[str, Any]) -> str:
         "activate": "{from} -> {to}, {why}",
         "confirm": "{to} confirmed{gates}",
         "restore": "{to} restored instead of {from}: {why}",
+        # Of adopted hosts.
+        **dict.fromkeys(("patch", "unpatch"), "patch set {from} -> {to}, {why}"),
     }.get(entry.get("action", ""), "{action}")
     gates = "; ".join(f"{gate['gate']} {gate['verdict']}" for gate in entry.get("gates", []))
     values = {name: entry.get(name) or "nothing" for name in ("from", "to", "why", "action")}

@@ -25,12 +25,13 @@ UNDER_WAY = "a switch is under way"
 class Desired(NamedTuple):
     """What a host is to have. ``request``: digests of all that the release is planned from, by name.
 
-    ``settings`` are texts of files that the service reads at its start, by path; ``reread`` of those that it reads
-    again whenever they change. ``target`` is the target's directory. ``timers`` are systemd's, to run from boot on.
+    ``settings`` are texts of files that the service reads at its start, by path, None for one that is not to be there;
+    ``reread`` of those that it reads again whenever they change. ``target`` is the target's directory. ``timers`` are
+    systemd's, to run from boot on.
     """
 
     request: Mapping[str, str]
-    settings: Mapping[str, str]
+    settings: Mapping[str, str | None]
     reread: Mapping[str, str]
     target: Path
     timers: Iterable[str] = ()
@@ -55,19 +56,21 @@ def reasons(releases: Releases, unit: Path, desired: Desired, cache: Path, remem
     ]
 
 
-def describe(root: Path, unit: Path, settings: Mapping[str, str]) -> dict[str, Any]:
+def describe(root: Path, unit: Path, settings: Mapping[str, str | None]) -> dict[str, Any]:
     """Return what there is on a host: its releases, what serves, and what served before."""
     releases = Releases(root)
     current = releases.current()
     confirmed = [entry for entry in releases.ledger() if entry.get("action") == "confirm" and entry["to"] == current]
     installed = {path: read_text(Path(path)) for path in settings}
-    certificate = environment(installed).get("AERIE_CERTIFICATE", "")
+    variables = environment(installed)
+    certificate = variables.get("AERIE_CERTIFICATE", "")
     return {
         "current": current,
         "running": running_service(unit.name).release,
         "healthy": is_healthy(installed),
+        "listens": {"address": variables.get("AERIE_HOST", ""), "port": variables.get("AERIE_PORT", "")},
         "certificate": (read_text(Path(certificate)) if certificate else None) or "",
-        "newest": releases.newest_deployment(),
+        "deployments": releases.deployments()[:2],
         "last_start_s": confirmed[-1].get("start_s") if confirmed else None,
         "releases": releases.identities(),
     }
@@ -101,5 +104,5 @@ def _other_target(releases: Releases, identity: str, target: Path) -> Iterator[s
             yield f"the target at {target} is another one"
 
 
-def _different(files: Mapping[str, str]) -> list[str]:
+def _different(files: Mapping[str, str | None]) -> list[str]:
     return sorted(path for path, text in files.items() if read_text(Path(path)) != text)

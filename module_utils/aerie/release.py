@@ -193,22 +193,26 @@ class Releases:
         (self.root / "current").unlink(missing_ok=True)
         sync_directory(self.root)
 
-    def newest_deployment(self) -> dict[str, str]:
-        """Return the newest deployment that changed what this host serves: its id, ``from`` and ``to``; or nothing.
+    def deployments(self) -> list[dict[str, str]]:
+        """Return the deployments that changed what this host serves, newest first: id, ``from``, ``to`` and ``why``.
 
         One that was restored changed nothing. A deployment may have activated several releases one after the other:
         ``from`` is what served before the first.
         """
-        entries = self.ledger()
-        for last in reversed(entries):
-            if last.get("action") != "activate":
-                continue
-            deployment = last["deployment"]
-            same = [entry for entry in entries if entry.get("deployment") == deployment]
-            before = next(entry["from"] for entry in same if entry["action"] == "activate")
-            if before != same[-1]["to"]:
-                return {"deployment": deployment, "from": before, "to": same[-1]["to"]}
-        return {}
+        found: dict[str, dict[str, str]] = {}
+        for entry in self.ledger():
+            deployment = entry.get("deployment", "")
+            if entry.get("action") == "activate":
+                before = found.pop(deployment, entry)["from"]
+                step = {"deployment": deployment, "from": before, "to": entry["to"], "why": entry.get("why", "")}
+                found[deployment] = step
+            elif deployment in found:
+                found[deployment]["to"] = entry["to"]
+        return [step for step in reversed(list(found.values())) if step["from"] != step["to"]]
+
+    def newest_deployment(self) -> dict[str, str]:
+        """Return the newest of ``deployments``, or nothing."""
+        return next(iter(self.deployments()), {})
 
     def prune(
         self,

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order replicas get a release: one alone as the canary, then batches. A replica's hosts go together."""
+"""In which order replicas get a release: one alone as the canary, then batches. A replica's hosts go together.
+
+Which of them serve is known from the last look at each host.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from ansible.module_utils.aerie.probe import UNDER_WAY
 
 
 class RolloutError(ValueError):
@@ -43,16 +48,89 @@ def plan(hosts: Sequence[str], replica_of: Mapping[str, str], batch: str) -> Rol
     return Rollout([host for group in members for host in group], batches)
 
 
+def replica_by_host(hosts: Iterable[str], variables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the replica of each host; a host whose variables name none is one by itself."""
+    return {host: str(variables[host].get("aerie_replica", host)) for host in hosts}
+
+
+def host_serves(variables: Mapping[str, Any]) -> bool | None:
+    """Say whether a host's service answers with its current release and no switch is under way; None: nobody looked.
+
+    ``variables`` has results of `release_status` and `release_probe`; the former is the later look.
+    """
+    seen, probed = variables.get("release_seen"), variables.get("release_probed")
+    if isinstance(seen, Mapping):
+        under_way, current = bool(seen.get("switch")), seen.get("release")
+    elif isinstance(probed, Mapping):
+        seen, under_way, current = probed, UNDER_WAY in probed.get("reasons", []), probed.get("current")
+    else:
+        return None
+    # A host that could not be reached, or looked at, tells nothing of these.
+    return bool(seen.get("healthy") and current and seen.get("running") == current and not under_way)
+
+
+def serving(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return those of ``hosts`` that serve; of a replica all do or none, as far as anybody looked at them."""
+    replicas = replica_by_host(hosts, variables)
+    seen = {host: host_serves(variables[host]) for host in hosts}
+    broken = {replicas[host] for host in hosts if seen[host] is False}
+    return [host for host in hosts if seen[host] and replicas[host] not in broken]
+
+
+def stops_all(
+    first: Sequence[str],
+    hosts: Sequence[str],
+    variables: Mapping[str, Mapping[str, Any]],
+    listed: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Say whether nothing serves while ``first`` restart, the hosts of a rollout's first replica.
+
+    ``hosts`` are all that may serve. Those that nobody looked at serve if one of the gateways sends them requests, by
+    their results of `gateway_server`; without a gateway that told, nothing speaks against it. Later replicas restart
+    when the first one serves.
+    """
+    replicas = replica_by_host(hosts, variables)
+    restarting = {replicas[host] for host in first}
+    if not any(_runs(variables[host]) for host in first):
+        return False
+    told = [result["servers"] for result in listed if result.get("running")]
+    up = {server["name"] for servers in told for server in servers if server["state"] == "ready" and server["up"]}
+    seen = {host: host_serves(variables[host]) for host in hosts}
+    for replica in set(replicas.values()) - restarting:
+        members = [host for host in hosts if replicas[host] == replica]
+        unknown = all(seen[host] is None for host in members)
+        if (not told or not up.isdisjoint(members)) if unknown else False not in [seen[host] for host in members]:
+            return False
+    return True
+
+
+def _runs(variables: Mapping[str, Any]) -> bool:
+    """Say whether a release runs on a host, healthy or not."""
+    return any((variables.get(name) or {}).get("running") for name in ("release_seen", "release_probed"))
+
+
+def gateway_faults(result: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each gateway that did not do as it was told, from a task that tells one after another.
+
+    The module `gateway_server` lists the servers whenever it did.
+    """
+    told = result.get("results", [] if result.get("skipped") else [result])
+    failed = [one for one in told if "servers" not in one]
+    return [f"{one.get('item', 'The gateway')}: {str(one.get('msg', 'no answer')).rstrip('. ')}." for one in failed]
+
+
 class End(NamedTuple):
     """How a host's switch ended: ``outcome`` as the module `switch` gives it, or ``failed`` or ``unreachable``.
 
-    ``switch`` is that module's account of it, ``message`` says why there is none.
+    ``switch`` is that module's account of it, ``message`` says why there is none. ``gateway`` says why it does not get
+    requests again, if it should and does not.
     """
 
     host: str
     outcome: str
     switch: Mapping[str, Any]
     message: str
+    gateway: str
 
 
 # A host's results in the order in which they come, the last one that it has counts.
@@ -61,23 +139,38 @@ RESULTS = ("release_not_drained", "release_started", "release_followed", "releas
 
 def end_of(host: str, variables: Mapping[str, Any]) -> End:
     """Return how the switch of ``host`` stands, from its registered results."""
-    end = End(host, "not started", {}, "")
+    end = End(host, "not started", {}, "", str(variables.get("release_not_undrained", "")))
     for name in RESULTS:
         result = variables.get(name)
         if not isinstance(result, Mapping) or result.get("skipped"):
             continue
         fallback = "unreachable" if result.get("unreachable") else "failed"
         message = str(result.get("msg", ""))
-        end = End(host, result.get("outcome", fallback), result.get("switch", end.switch), message)
+        outcome, switch = result.get("outcome", fallback), result.get("switch", end.switch)
+        end = end._replace(outcome=outcome, switch=switch, message=message)
     return end
+
+
+def answers(host: str, variables: Mapping[str, Any]) -> bool:
+    """Say whether the service of ``host`` answers after its switch, so that a gateway's check finds it up.
+
+    What was restored is what there was before, which may be nothing.
+    """
+    outcome = end_of(host, variables).outcome
+    as_before = outcome in ("restored", "not started") and bool(host_serves(variables))
+    return outcome in ("confirmed", "unchanged") or as_before
 
 
 def report(ends: Sequence[End], untouched: Sequence[str]) -> str:
     """Say what happened to each host of a batch in which anything failed, and which hosts were not touched."""
-    lines = [_sentence(end) for end in ends]
+    lines = [f"{_sentence(end)} {_without_requests(end)}".rstrip() for end in ends]
     if untouched:
         lines.append(f"Not touched: {', '.join(untouched)}.")
     return "\n".join(lines)
+
+
+def _without_requests(end: End) -> str:
+    return f"Not every gateway sends it requests: {end.gateway} Mend that, and run again." if end.gateway else ""
 
 
 def _sentence(end: End) -> str:

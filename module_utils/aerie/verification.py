@@ -35,11 +35,14 @@ def verify(root: Path, unit: Path, settings: Path) -> tuple[dict[str, Any], list
     return record, problems
 
 
-def quick_check(releases: Releases, identity: str, cache: Path, remember: bool = True) -> list[str]:
+def quick_check(
+    releases: Releases, identity: str, cache: Path, remember: bool = True, name_files: bool = False
+) -> list[str]:
     """Return why a release cannot be trusted, from the cheap signs that ``verify`` looks behind.
 
     Its own files and the patched ones are read; of the environment's others only sizes and times are looked at, and the
-    drafter's digests are taken from ``cache`` where size, time and inode are as they were.
+    drafter's digests are taken from ``cache`` where size, time and inode are as they were. Which of the environment's
+    files are others only reading all of them tells: with ``name_files`` that is done where sizes or times say so.
     """
     directory = releases.path(identity)
     try:
@@ -58,7 +61,9 @@ def quick_check(releases: Releases, identity: str, cache: Path, remember: bool =
             if _digest(package / path) != digest
         ]
     if stat_digest(directory / "venv") != completion["environment"]:
-        problems.append(f"files of {directory / 'venv'} were edited, added or removed")
+        found = list(faults(directory / "venv", patches, completion["others"])) if name_files else []
+        which = f": {listing(found)}" if found else ""
+        problems.append(f"files of {directory / 'venv'} were edited, added or removed{which}")
     return [*problems, *_check_drafter(releases.root, record["inputs"].get("drafter", ""), cache, remember)]
 
 

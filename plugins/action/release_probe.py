@@ -9,6 +9,7 @@ from typing import Any
 
 import ansible.constants as C
 import ansible.module_utils
+from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
 # Ansible gives modules this search path, but not the plugins that run on the control node.
@@ -35,7 +36,13 @@ class ActionModule(ActionBase):
         request["the lock"] = _content([arguments.pop("lock", "")], None)
         request["the drafter"] = _content([arguments.pop("drafter", "")], Path(cache) if cache else None)
         arguments["request"] = request
-        result.update(self._execute_module("release_probe", module_args=arguments, task_vars=task_vars))
+        try:
+            result.update(self._execute_module("release_probe", module_args=arguments, task_vars=task_vars))
+        except AnsibleConnectionFailure as error:
+            if not self._task.ignore_unreachable:
+                raise
+            # Ansible ends a play of `any_errors_fatal` even at an unreachable host that it was told to ignore.
+            result["msg"] = error.message
         return result
 
 

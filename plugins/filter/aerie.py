@@ -16,7 +16,19 @@ ansible.module_utils.__path__.extend(set(C.DEFAULT_MODULE_UTILS_PATH) - set(ansi
 from ansible.module_utils.aerie.acceptance import settings_of  # noqa: E402
 from ansible.module_utils.aerie.acceptance_verdict import Conditions, thresholds_for  # noqa: E402
 from ansible.module_utils.aerie.fleet import fleet, history  # noqa: E402
-from ansible.module_utils.aerie.rollout import RolloutError, batch_size, end_of, plan, report  # noqa: E402
+from ansible.module_utils.aerie.rollback import way_back  # noqa: E402
+from ansible.module_utils.aerie.rollout import (  # noqa: E402
+    RolloutError,
+    answers,
+    batch_size,
+    end_of,
+    gateway_faults,
+    plan,
+    replica_by_host,
+    report,
+    serving,
+    stops_all,
+)
 
 
 def aerie_rollout(hosts: Sequence[str], replica_of: Mapping[str, str], batch: str) -> dict[str, Any]:
@@ -57,7 +69,33 @@ def aerie_live_gate_fault(config: Mapping[str, Any]) -> str:
 
 def aerie_replica_of(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the replica of each host; a host whose variables name none is one by itself."""
-    return {host: str(variables[host].get("aerie_replica", host)) for host in hosts}
+    return replica_by_host(hosts, variables)
+
+
+def aerie_serving(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return those of ``hosts`` that serve, by the last look at each."""
+    return serving(hosts, variables)
+
+
+def aerie_stops_all(
+    first: Sequence[str],
+    hosts: Sequence[str],
+    variables: Mapping[str, Mapping[str, Any]],
+    listed: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Say whether none of ``hosts`` serves while ``first`` restart, which come first in a rollout."""
+    return stops_all(first, hosts, variables, listed)
+
+
+def aerie_answers(variables: Mapping[str, Any]) -> bool:
+    """Say whether a host's service answers after its switch, from its variables."""
+    return answers(variables["inventory_hostname"], variables)
+
+
+def aerie_way_back(hosts: Sequence[str], variables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return which of ``hosts`` go back to what they served before, and why, with the keys of WayBack."""
+    histories = {host: variables[host].get("release_probed", {}).get("deployments", []) for host in hosts}
+    return way_back(histories, aerie_replica_of(hosts, variables))._asdict()
 
 
 def aerie_outcomes(hosts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -94,12 +132,17 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
+            "aerie_answers": aerie_answers,
             "aerie_batch_fault": aerie_batch_fault,
             "aerie_fleet": aerie_fleet,
+            "aerie_gateway_faults": gateway_faults,
             "aerie_history": aerie_history,
             "aerie_live_gate_fault": aerie_live_gate_fault,
             "aerie_outcomes": aerie_outcomes,
             "aerie_replica_of": aerie_replica_of,
             "aerie_report": aerie_report,
             "aerie_rollout": aerie_rollout,
+            "aerie_serving": aerie_serving,
+            "aerie_stops_all": aerie_stops_all,
+            "aerie_way_back": aerie_way_back,
         }

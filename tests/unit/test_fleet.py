@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible.module_utils.aerie.fleet import duration, fleet, history
 
+ROOT = Path(__file__).parents[2]
 HEALTHY: dict[str, Any] = {
     "release": "1f0c2a9e8d7b6543",
     "deployment": "20261129T100000Z",
@@ -107,6 +113,14 @@ def test_durations_have_their_two_largest_units(seconds: float | None, text: str
     assert duration(seconds) == text
 
 
+def test_history_tells_of_adopted_hosts_too() -> None:
+    patched = {"time": "1", "deployment": "D", "action": "patch", "from": "", "to": "eagle3-pp", "why": "deploy"}
+    back = {**patched, "time": "2", "action": "unpatch", "from": "eagle3-pp", "to": "", "why": "rollback to unpatched"}
+    first, second = history({"a": [patched, back]})
+    assert first.endswith("a                patch set nothing -> eagle3-pp, deploy")
+    assert second.endswith("a                patch set eagle3-pp -> nothing, rollback to unpatched")
+
+
 def test_history_is_in_the_order_of_time_over_all_hosts() -> None:
     gates = [{"gate": "health", "verdict": "passed"}, {"gate": "live", "verdict": "warned"}]
     ledgers: dict[str, list[dict[str, Any]]] = {
@@ -121,3 +135,26 @@ def test_history_is_in_the_order_of_time_over_all_hosts() -> None:
     assert lines[0].endswith("a                nothing -> r2, deploy")
     assert lines[1].endswith("b                r2 confirmed (health passed; live warned)")
     assert lines[2].endswith("a                r1 restored instead of r2: it died")
+
+
+# ----------------------------------------------------------------------------------------------------------- status.yml
+
+
+def test_adopted_hosts_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    inventory, table = tmp_path / "hosts.yml", tmp_path / "status.json"
+    # No address of theirs is asked.
+    hosts = {"gpu-1": None, "gpu-2": None}
+    variables = {"aerie_env_mode": "adopted", "ansible_host": "192.0.2.1"}
+    inventory.write_text(yaml.safe_dump({"inference": {"hosts": hosts, "vars": variables}}))
+    command = [str(Path(sys.executable).with_name("ansible-playbook")), "playbooks/status.yml", "-i", str(inventory)]
+    run = subprocess.run(
+        [*command, "-e", json.dumps({"json": str(table), "ansible_python_interpreter": sys.executable})],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = " ".join(run.stdout.split())
+    assert "gpu-1, gpu-2: adopted, and not in this table. playbooks/verify.yml looks at them" in said
+    assert json.loads(table.read_text()) == []

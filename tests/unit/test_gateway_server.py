@@ -137,6 +137,19 @@ def test_up_is_waited_for(call: Call, master: Master) -> None:
     assert next(looks) > 9
 
 
+def test_who_is_drained_is_found_up_and_stays_drained(call: Call, master: Master) -> None:
+    call("drained", "a")
+    found = call("listed", "a", wait_up=True, timeout_s=0.05)
+    assert not found["failed"] and not found["changed"]
+    master.processes[0].operation["a"] = 0
+    failed = call("listed", "a", wait_up=True, timeout_s=0.05)
+    assert failed["failed"] and "HAProxy's check does not find these up after 0.05 s: a: * L4CON" in failed["msg"]
+    # In check mode nothing is waited for.
+    assert not call("listed", "a", wait_up=True, timeout_s=0.05, check_mode=True)["failed"]
+    assert master.processes[0].admin == {"a": DRAINED, "b": 0}
+    assert call("listed", wait_up=True)["msg"] == "servers is empty: name those that should be up."
+
+
 def test_unknown_servers_are_named(call: Call, master: Master) -> None:
     failed = call("drained", "a", "c", "d")
     assert failed["msg"] == "HAProxy has no server c, d; it has a, b: deploy.yml configures it"
@@ -155,7 +168,7 @@ def test_without_haproxy(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = call("listed")
     assert (listed["failed"], listed["running"], listed["servers"]) == (False, False, [])
     assert not call("listed", configuration="digest", check_mode=True)["running"]
-    for failed in (call("drained", "a"), call("listed", configuration="digest")):
+    for failed in (call("drained", "a"), call("listed", configuration="digest"), call("listed", "a", wait_up=True)):
         assert failed["failed"] and "HAProxy does not answer on" in failed["msg"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS between the gateway and replicas: what HAProxy is told, and which replicas a change of it would lose."""
+"""What HAProxy is told of replicas, and which of them a change of addresses or of TLS would lose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ OLD, NEW, AUTHORITY = (pair().pem for _ in range(3))
 
 def replica(serves: str, wanted: str, authorities: str = "", running: str = "0123") -> dict[str, Any]:
     """Return a replica's variables: with which certificate it serves, and what the inventory has ("": none)."""
-    variables: dict[str, Any] = {"release_probed": {"running": running, "certificate": serves}}
+    listens = {"address": "0.0.0.0", "port": "8000"}
+    variables: dict[str, Any] = {"release_probed": {"running": running, "certificate": serves, "listens": listens}}
     if wanted:
         variables["vllm_service_tls_certificate"] = wanted
     if authorities:
@@ -28,7 +29,25 @@ def replica(serves: str, wanted: str, authorities: str = "", running: str = "012
     return {"ansible_host": "10.0.0.1", "vllm_service_host": "0.0.0.0", **variables}
 
 
+def moving(before: str, wanted: dict[str, Any], running: str = "0123") -> dict[str, Any]:
+    """Return a replica's variables that listens somewhere, and what the inventory has."""
+    address, _, port = before.rpartition(":")
+    probed = {"running": running, "certificate": "", "listens": {"address": address, "port": port}}
+    return {"ansible_host": "10.0.0.1", "release_probed": probed, **wanted}
+
+
+HERE, EVERYWHERE, ELSEWHERE = ({"vllm_service_host": host} for host in ("10.0.0.1", "0.0.0.0", "10.0.0.9"))
 REPLICAS = {
+    "stays": moving("10.0.0.1:8000", HERE),
+    "stays-at-its-port": moving("10.0.0.1:9000", {**HERE, "vllm_service_port": "9000"}),
+    "was-everywhere": moving("0.0.0.0:8000", HERE),
+    "is-everywhere": moving("10.0.0.1:8000", EVERYWHERE),
+    "stays-at-another": moving("10.0.0.9:8000", ELSEWHERE),
+    "other-port": moving("10.0.0.1:8000", {**HERE, "vllm_service_port": 8001}),
+    "other-port-everywhere": moving("0.0.0.0:8001", EVERYWHERE),
+    "other-address": moving("10.0.0.1:8000", ELSEWHERE),
+    "other-port-idle": moving("10.0.0.1:8001", HERE, running=""),
+    "other-port-first": moving(":", HERE, running=""),
     "plain": replica("", ""),
     "same": replica(NEW, NEW),
     "changed": replica(OLD, NEW),
@@ -48,8 +67,8 @@ def made() -> dict[str, Any]:
         result = Path(directory) / "made.json"
         inventory = Path(directory) / "hosts.yml"
         inventory.write_text(yaml.safe_dump({"inference": {"hosts": REPLICAS}}, sort_keys=False))
-        names = ["_load_balancer_lost", "_load_balancer_authorities", "_load_balancer_undigested"]
-        values = ", ".join(f"'{name}': {name}" for name in names)
+        names = ["lost", "moved", "authorities", "undigested"]
+        values = ", ".join(f"'_load_balancer_{name}': _load_balancer_{name}" for name in names)
         play = {
             "hosts": "localhost",
             "gather_facts": False,
@@ -86,6 +105,7 @@ def made() -> dict[str, Any]:
 
 def test_replicas_that_a_change_would_lose() -> None:
     assert made()["_load_balancer_lost"] == ["changed", "turned-on", "turned-off"]
+    assert made()["_load_balancer_moved"] == ["other-port", "other-port-everywhere", "other-address"]
 
 
 def test_each_replica_is_verified_against_what_its_inventory_says() -> None:
@@ -93,7 +113,7 @@ def test_each_replica_is_verified_against_what_its_inventory_says() -> None:
     servers = {line[1]: line[2:] for line in lines if line[1] in REPLICAS}
     assert set(servers) == set(REPLICAS)
     with_tls = {name for name, words in servers.items() if words[1:]}
-    assert with_tls == set(REPLICAS) - {"plain", "turned-off"}
+    assert with_tls == {name for name, variables in REPLICAS.items() if variables.get("vllm_service_tls_certificate")}
     for name in with_tls:
         expected = f"10.0.0.{2 if name == 'not-looked-at' else 1}:8000 ssl verify required ca-file"
         assert servers[name] == [*expected.split(), f"/etc/haproxy/aerie-replicas/{name}.pem"]

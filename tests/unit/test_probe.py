@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from ansible.module_utils.aerie.drafter import content_digest
 from ansible.module_utils.aerie.files import sha256_bytes
+from ansible.module_utils.aerie.journal import STARTING
+from ansible.module_utils.aerie.resume import UNIT
 from ansible.module_utils.aerie.target import inspect_target
 from certificates_made import pair
 from model_files import write_kimi
 from modules import run_module
-from switched_host import SERVICE, Host, host_below
+from switched_host import SERVICE, Host, host_below, until
 
 ROOT = Path(__file__).parents[2]
 REQUEST = {"the lock": "1", "the drafter": "2", "vllm_service_options": "3"}
@@ -95,7 +97,7 @@ def test_a_host_that_is_as_wanted(host: Probed) -> None:
         "request": REQUEST,
         "aim": "",
     }
-    assert found["newest"] == {"deployment": "first", "from": "", "to": identity}
+    assert found["deployments"] == [{"deployment": "first", "from": "", "to": identity, "why": ""}]
     assert host.probe()["reasons"] == []
     assert {Path(path).name for path in host.tree().keys() - before.keys()} == {"digests.json", "digests.json.lock"}
     # Weights are not read again while nobody touched them.
@@ -104,6 +106,18 @@ def test_a_host_that_is_as_wanted(host: Probed) -> None:
     (entry,) = cache.values()
     digests.write_text(json.dumps({name: {**entry, "sha256": "0" * 64} for name in cache}))
     assert [reason for reason in host.probe()["reasons"] if "drafter" in reason] != []
+
+
+def test_where_the_service_listens_is_what_its_settings_on_the_host_say(host: Probed) -> None:
+    assert host.probe()["listens"] == {"address": "", "port": ""}
+    host.set_up()
+    variables = dict(line.split("=", 1) for line in (host.etc / "vllm.env").read_text().splitlines() if "=" in line)
+    listens = {"address": variables["AERIE_HOST"], "port": variables["AERIE_PORT"]}
+    assert host.probe()["listens"] == listens
+    # Whatever is wanted.
+    wanted = {path: text.replace("AERIE_PORT=", "AERIE_PORT=1") for path, text in host.settings().items()}
+    assert wanted != host.settings()
+    assert host.probe(settings=wanted)["listens"] == listens
 
 
 def test_a_timer_that_runs_is_no_reason(host: Probed) -> None:
@@ -406,7 +420,7 @@ def test_an_empty_host(host: Probed, check_mode: bool) -> None:
     assert host.tree() == before
     assert found["reasons"] == ["no release serves here yet"]
     assert (found["current"], found["running"], found["healthy"]) == ("", "", False)
-    assert (found["newest"], found["last_start_s"], found["releases"]) == ({}, None, [])
+    assert (found["deployments"], found["last_start_s"], found["releases"]) == ([], None, [])
 
 
 def test_a_switch_that_is_under_way_is_refused_and_said_whose(host: Probed) -> None:
@@ -423,6 +437,42 @@ def test_a_host_that_is_switched_is_not_ready_whatever_it_goes_back_to(host: Pro
     # Its service may be healthy now, and measured: it gets no requests.
     found = host.probe(aim=aim.format(identity=identity), in_progress="wait")
     assert (found["healthy"], found["reasons"]) == (True, ["a switch is under way"])
+
+
+def test_a_file_that_is_not_to_be_there_is_a_reason_only_where_it_is(host: Probed) -> None:
+    host.set_up()
+    rules = host.etc / "replica.nft"
+    settings = {**host.settings(), str(rules): None}
+    assert host.probe(settings=settings)["reasons"] == []
+    rules.write_text("table inet aerie_replica\n")
+    assert host.probe(settings=settings)["reasons"] == [f"{rules} has other settings"]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_switch_whose_program_was_stopped_comes_to_its_end(host: Probed, begun: bool) -> None:
+    identity = host.set_up()
+    before = host.pid()
+    other = host.stage("other", silent=True)
+    host.start(other)
+    if begun:
+        program = host.program()
+        until(lambda: host.running() == other)
+        program.kill()
+    host.switch_unit("ActiveState=inactive")
+    host.calls()
+    assert "is under way" in host.probe(check_mode=True)["msg"]
+    assert host.calls() == []
+    assert "is under way" in host.probe()["msg"]
+    assert host.calls() == [f"start --no-block {UNIT}"]
+    assert host.program().wait() == 0
+    found = host.probe()
+    assert (found["failed"], found["reasons"], found["running"]) == (False, [], identity)
+    # What had not begun did not begin.
+    assert (host.pid() == before) is not begun
+    end = host.journal.last()
+    assert end["reason"] == (
+        f"the switch program was killed while {STARTING}" if begun else "another run found that it had not begun"
+    )
 
 
 # ---------------------------------------------------------------------------------- what was written with DOS line ends
@@ -452,17 +502,19 @@ def test_the_previous_release_is_what_served_before(host: Probed) -> None:
     before = host.set_up()
     after = host.stage("other")
     host.releases.activate(after, host.unit)
-    entry = {"deployment": "second", "action": "activate", "from": before, "to": after}
+    entry = {"deployment": "second", "action": "activate", "from": before, "to": after, "why": "deploy"}
     host.releases.append_to_ledger(entry)
     found = host.probe(aim="previous")
     assert (found["aim"], found["aim_problems"], found["reasons"]) == (before, [], [])
-    assert found["newest"]["deployment"] == "second"
+    assert [(one["deployment"], one["why"]) for one in found["deployments"]] == [("second", "deploy"), ("first", "")]
     assert found["aim_changes"] == ["drafter", "name", "patches", "target", SERVICE]
     # One that was named is looked at likewise.
     assert host.probe(aim=before)["aim_problems"] == []
-    removed(host)
+    # A file that was added is one that no distribution has; what else is in this environment was there before.
+    (host.releases.path(before) / "venv/lib/sneaked.py").write_text("")
     (problem,) = host.probe(aim="previous")["aim_problems"]
-    assert problem.endswith("were edited, added or removed")
+    venv = host.releases.path(before) / "venv"
+    assert problem == f"files of {venv} were edited, added or removed: {venv}/lib/sneaked.py was added"
     assert host.probe(aim="0" * 16)["aim_problems"] == [
         f"release {'0' * 16} is not on this host; these are: {', '.join(sorted([before, after]))}"
     ]
@@ -471,7 +523,9 @@ def test_the_previous_release_is_what_served_before(host: Probed) -> None:
 def test_before_the_first_release_there_was_none(host: Probed) -> None:
     host.set_up()
     found = host.probe(aim="previous")
-    assert (found["aim"], found["newest"]["from"], found["aim_problems"]) == ("", "", [])
+    assert (found["aim"], found["deployments"][0]["from"], found["aim_problems"]) == ("", "", [])
+    # One that is left alone serves: a gateway that an interrupted run had drain it may have it back.
+    assert found["reasons"] == []
 
 
 # -------------------------------------------------------------------------------------------------- on the control node

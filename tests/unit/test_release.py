@@ -342,46 +342,74 @@ def test_readers_of_the_ledger_see_whole_lines(host: Host) -> None:
     assert all(reader.result() <= 40 for reader in readers)
 
 
-def entry(deployment: str, action: str, before: str, after: str) -> dict[str, str]:
-    return {"deployment": deployment, "action": action, "from": before, "to": after}
+def entry(deployment: str, action: str, before: str, after: str, why: str = "") -> dict[str, str]:
+    return {"deployment": deployment, "action": action, "from": before, "to": after, **({"why": why} if why else {})}
 
 
+def step(deployment: str, before: str, after: str, why: str = "") -> dict[str, str]:
+    return {"deployment": deployment, "from": before, "to": after, "why": why}
+
+
+FIRST = [entry("d1", "activate", "", "a"), entry("d1", "confirm", "", "a")]
 LEDGERS = {
-    "nothing yet": ([], {}),
-    "the first": ([entry("d1", "activate", "", "a")], {"deployment": "d1", "from": "", "to": "a"}),
+    "nothing yet": ([], []),
+    "the first": (FIRST, [step("d1", "", "a")]),
     "an update": (
-        [entry("d1", "activate", "", "a"), entry("d1", "confirm", "", "a"), entry("d2", "activate", "a", "b")],
-        {"deployment": "d2", "from": "a", "to": "b"},
+        [*FIRST, entry("d2", "activate", "a", "b", "deploy"), entry("d2", "confirm", "a", "b")],
+        [step("d2", "a", "b", "deploy"), step("d1", "", "a")],
     ),
     "one that was restored": (
-        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d2", "restore", "b", "a")],
-        {"deployment": "d1", "from": "", "to": "a"},
+        [*FIRST, entry("d2", "activate", "a", "b"), entry("d2", "restore", "b", "a", "it did not start")],
+        [step("d1", "", "a")],
     ),
     "a restart of the same release": (
-        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d3", "activate", "b", "b")],
-        {"deployment": "d2", "from": "a", "to": "b"},
+        [*FIRST, entry("d2", "activate", "a", "b"), entry("d3", "activate", "b", "b")],
+        [step("d2", "a", "b"), step("d1", "", "a")],
     ),
     "a rollback": (
-        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d3", "activate", "b", "a")],
-        {"deployment": "d3", "from": "b", "to": "a"},
+        [*FIRST, entry("d2", "activate", "a", "b", "deploy"), entry("d3", "activate", "b", "a", "rollback to a")],
+        [step("d3", "b", "a", "rollback to a"), step("d2", "a", "b", "deploy"), step("d1", "", "a")],
+    ),
+    "a rollback of a rollback": (
+        [
+            *FIRST,
+            entry("d2", "activate", "a", "b"),
+            entry("d3", "activate", "b", "a"),
+            entry("d4", "activate", "a", "b"),
+        ],
+        [step("d4", "a", "b"), step("d3", "b", "a"), step("d2", "a", "b"), step("d1", "", "a")],
+    ),
+    "a rollback that was restored": (
+        [
+            *FIRST,
+            entry("d2", "activate", "a", "b"),
+            entry("d3", "activate", "b", "a"),
+            entry("d3", "restore", "a", "b"),
+        ],
+        [step("d2", "a", "b"), step("d1", "", "a")],
     ),
     "several releases in one deployment": (
-        [entry("d1", "activate", "", "a"), entry("d2", "activate", "a", "b"), entry("d2", "activate", "b", "c")],
-        {"deployment": "d2", "from": "a", "to": "c"},
+        [*FIRST, entry("d2", "activate", "a", "b"), entry("d2", "activate", "b", "c")],
+        [step("d2", "a", "c"), step("d1", "", "a")],
+    ),
+    "there and back in one deployment": (
+        [*FIRST, entry("d2", "activate", "a", "b"), entry("d2", "activate", "b", "a")],
+        [step("d1", "", "a")],
     ),
     "other lines": (
-        [entry("d1", "activate", "", "a"), {"action": "patch"}, {"deployment": "d2", "action": "patch"}],
-        {"deployment": "d1", "from": "", "to": "a"},
+        [*FIRST, {"action": "patch"}, {"deployment": "d2", "action": "patch"}],
+        [step("d1", "", "a")],
     ),
 }
 
 
 @pytest.mark.parametrize("name", LEDGERS)
-def test_the_newest_deployment_that_changed_anything(host: Host, name: str) -> None:
-    entries, newest = LEDGERS[name]
+def test_the_deployments_that_changed_what_is_served(host: Host, name: str) -> None:
+    entries, changes = LEDGERS[name]
     for line in entries:
         host.releases.append_to_ledger(line)
-    assert host.releases.newest_deployment() == newest
+    assert host.releases.deployments() == changes
+    assert host.releases.newest_deployment() == (changes[0] if changes else {})
 
 
 # ------------------------------------------------------------------------------------------------------------- complete

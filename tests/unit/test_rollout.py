@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ansible.errors import AnsibleFilterError
+from ansible.module_utils.aerie.probe import UNDER_WAY
 from ansible.module_utils.aerie.rollout import RolloutError, batch_size, end_of, plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ def filters() -> dict[str, Callable[..., Any]]:
 
 
 FILTERS = filters()
+GONE = {"unreachable": True, "msg": "no route to host"}
 
 # ----------------------------------------------------------------------------------------------------------- the order
 
@@ -100,6 +102,97 @@ def test_the_replica_of_a_host() -> None:
     assert FILTERS["aerie_replica_of"](["h1", "h2", "h3"], variables) == {"h1": "a", "h2": "h2", "h3": "7"}
 
 
+# ---------------------------------------------------------------------------------------------------------- who serves
+
+
+def probed(current: str = "aaaa", running: str = "aaaa", healthy: bool = True, **more: object) -> dict[str, Any]:
+    """Return a host's variables after the first look at it."""
+    found = {"current": current, "running": running, "healthy": healthy, "reasons": ["the drafter changed"]}
+    return {"release_probed": {**found, **more}}
+
+
+def seen(release: str = "aaaa", running: str = "aaaa", healthy: bool = True, switch: object = None) -> dict[str, Any]:
+    """Return a host's variables after the later look at it, when the first one was another."""
+    found = {"release": release, "running": running, "healthy": healthy, "switch": switch}
+    return {**probed(healthy=not healthy), "release_seen": found}
+
+
+# A host's variables, and whether it serves; None: nobody knows.
+LOOKS: dict[str, tuple[dict[str, Any], bool | None]] = {
+    "differs from what is wanted": (probed(), True),
+    "is as wanted": (probed(reasons=[]), True),
+    "not healthy": (probed(healthy=False), False),
+    "never served": (probed("", "", healthy=False), False),
+    "another origin": (probed(current=""), False),
+    "runs what is not current": (probed(running="bbbb"), False),
+    "a switch was under way": (probed(reasons=[UNDER_WAY]), False),
+    "it has ended since": (seen(), True),
+    "a switch is under way": (seen(switch={"phase": "starting"}), False),
+    "died since": (seen(healthy=False), False),
+    "gone since": ({**probed(), "release_seen": GONE}, False),
+    "out of reach": ({"release_probed": GONE}, False),
+    "left out by --limit": ({}, None),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_who_serves(name: str) -> None:
+    variables, serves = LOOKS[name]
+    assert FILTERS["aerie_serving"](["h1"], {"h1": variables}) == (["h1"] if serves else [])
+    # Another replica restarts, and this one serves or does not.
+    fleet = {"h1": variables, "h2": probed()}
+    assert FILTERS["aerie_stops_all"](["h2"], ["h1", "h2"], fleet, []) is (serves is False)
+
+
+def test_a_replica_serves_with_all_its_hosts() -> None:
+    several = {"aerie_replica": "a"}
+    whole = {"h1": {**probed(), **several}, "h2": {**probed(), **several}, "h3": probed()}
+    assert FILTERS["aerie_serving"](list(whole), whole) == ["h1", "h2", "h3"]
+    broken = {**whole, "h2": {**probed(healthy=False), **several}}
+    assert FILTERS["aerie_serving"](list(broken), broken) == ["h3"]
+    assert FILTERS["aerie_stops_all"](["h3"], list(broken), broken, []) is True
+    assert FILTERS["aerie_stops_all"](["h1", "h2"], list(broken), broken, []) is False
+
+
+def listed(running: bool = True, **states: tuple[str, bool]) -> dict[str, Any]:
+    """Return what a gateway says of servers: the state of each, and whether it is up."""
+    servers = [{"name": name, "state": state, "up": up} for name, (state, up) in states.items()]
+    return {"running": running, "servers": servers}
+
+
+@pytest.mark.parametrize(
+    ("gateways", "stops"),
+    [
+        ([], False),
+        ([listed(h1=("ready", True))], False),
+        ([listed(h1=("drained", True)), listed(h1=("ready", True))], False),
+        ([listed(h1=("drained", True))], True),
+        ([listed(h1=("ready", False))], True),
+        ([listed(h2=("ready", True))], True),
+        ([listed(running=False)], False),
+        ([GONE], False),
+    ],
+)
+def test_gateways_tell_of_replicas_that_nobody_looked_at(gateways: list[dict[str, Any]], stops: bool) -> None:
+    fleet = {"h1": {}, "h2": probed()}
+    assert FILTERS["aerie_stops_all"](["h2"], ["h1", "h2"], fleet, gateways) is stops
+
+
+def test_the_only_replica_is_asked_for_while_it_runs() -> None:
+    for variables, stops in ((probed(), True), (probed(healthy=False), True), (probed("", "", healthy=False), False)):
+        assert FILTERS["aerie_stops_all"](["h1"], ["h1"], {"h1": variables}, []) is stops
+
+
+def test_what_gateways_did_not_do() -> None:
+    done, refused, gone = {"servers": [], "item": "g1"}, {"msg": "it is full", "item": "g2"}, {**GONE, "item": "g3"}
+    result = {"results": [done, refused, gone]}
+    assert FILTERS["aerie_gateway_faults"](result) == ["g2: it is full.", "g3: no route to host."]
+    assert FILTERS["aerie_gateway_faults"]({"results": [], "skipped": True}) == []
+    assert FILTERS["aerie_gateway_faults"]({"skipped": True}) == []
+    # A task that did not come to ask any.
+    assert FILTERS["aerie_gateway_faults"]({"msg": "'x' is undefined"}) == ["The gateway: 'x' is undefined."]
+
+
 # ------------------------------------------------------------------------------------------------------------- its end
 
 SWITCH = {"from": "aaaa", "to": "bbbb", "reason": "", "message": ""}
@@ -107,7 +200,6 @@ STARTED = {"outcome": "started", "switch": SWITCH}
 READY = {"outcome": "ready", "switch": SWITCH}
 SKIPPED = {"skipped": True, "changed": False}
 CUT_OFF = "the host was rebooted while confirming"
-GONE = {"unreachable": True, "msg": "no route to host"}
 
 
 def restored(outcome: str = "restored", **facts: str) -> dict[str, Any]:
@@ -214,6 +306,33 @@ def test_the_end_of_a_host_and_what_is_said_of_it(name: str) -> None:
     assert end_of("h1", variables).outcome == outcome
     assert FILTERS["aerie_outcomes"]([variables]) == {"h1": outcome}
     assert FILTERS["aerie_report"]([variables], ["h1"]) == sentence
+
+
+@pytest.mark.parametrize(
+    ("results", "serves"),
+    [
+        (ENDS["kept"][0], True),
+        (ENDS["unchanged"][0], True),
+        ({**ENDS["undone for another"][0], **probed()}, True),
+        # Restored is what there was: nothing, or what was stopped.
+        ({**ENDS["the first release"][0], **probed("", "", healthy=False)}, False),
+        ({**ENDS["failed at a gate"][0], **probed(running="", healthy=False)}, False),
+        ({**ENDS["never came so far"][0], **probed()}, True),
+        ({**ENDS["never came so far"][0], **probed("", "", healthy=False)}, False),
+        ({**ENDS["not restored"][0], **probed()}, False),
+    ],
+)
+def test_whether_a_gateway_can_find_it_afterwards(results: dict[str, Any], serves: bool) -> None:
+    assert FILTERS["aerie_answers"]({"inventory_hostname": "h1", **results}) is serves
+
+
+def test_a_host_that_does_not_get_requests_again_is_named() -> None:
+    fault = "g1: HAProxy does not answer."
+    kept = {"inventory_hostname": "h1", **ENDS["kept"][0], "release_not_undrained": fault}
+    assert FILTERS["aerie_report"]([kept], ["h1"]) == (
+        "h1: keeps release bbbb. Not every gateway sends it requests: g1: HAProxy does not answer. Mend that, and run "
+        "again."
+    )
 
 
 def test_the_report_names_every_host_of_the_batch_and_those_that_were_not_touched() -> None:

@@ -318,10 +318,35 @@ def is_restarted(started: str) -> bool:
 def test_requests_that_do_not_end_leave_the_replica_serving() -> None:
     with streams(2):
         with pytest.raises(
-            AssertionError, match=r"toy-a was not drained, and serves on\. Requests are still in flight"
+            AssertionError, match=r"toy-a was not drained, and serves on\. toy-gateway: Requests are still in flight"
         ):
             step("drain", "toy-a", load_balancer_drain_timeout=1)
         assert not is_drained("toy-a")
+
+
+def test_what_a_gateway_does_not_find_is_told_while_it_is_drained() -> None:
+    step("drain", "toy-a")
+    try:
+        # HAProxy checks those that are drained, too.
+        step("find", "toy-a")
+        on_host(ENGINES["toy-a"], "sudo systemctl stop vllm")
+        wait_for(lambda: servers()["toy-a"]["srv_op_state"] == "0", "the gateway's check of toy-a")
+        with pytest.raises(AssertionError, match="toy-gateway: HAProxy's check does not find these up after 1 s"):
+            step("find", "toy-a", load_balancer_up_timeout=1)
+        assert is_drained("toy-a")
+        # Where nothing serves, nothing is waited for.
+        step("undrain", "toy-a", load_balancer_serves=False)
+        assert not is_drained("toy-a")
+    finally:
+        on_host(ENGINES["toy-a"], "sudo systemctl start vllm")
+    step("undrain", "toy-a")
+    assert are_up()
+
+
+def test_a_run_without_the_gateway_finds_a_drained_replica() -> None:
+    step("drain", "toy-a")
+    step("resume", "toy-a", load_balancer_resumed=["toy-a", "toy-b"])
+    assert not is_drained("toy-a")
 
 
 # --- Configuration

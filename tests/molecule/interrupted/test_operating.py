@@ -30,9 +30,17 @@ def test_without_speculation_the_same_model_is_served(
         (live,) = [gate for gate in machine.ledger()[-1]["gates"] if gate["gate"] == "live"]
         assert live["verdict"] == "not_applicable"
 
+    # One that got no further than the first replica is finished when it is run again.
+    canary = playbook("rollback.yml", limit="left,gate", to="previous")
+    assert (canary.status, canary.messages) == ("successful", "")
+    assert (fleet["left"].served().release, fleet["right"].served().release != served) == (served, True)
+    before = fleet["left"].pids(SERVICE)
     back = playbook("rollback.yml", to="previous")
     assert (back.status, back.messages) == ("successful", "")
+    assert "did not reach right, and is finished there." in back.said
+    assert f"left is left alone and serves {served}" in back.said
     assert {fleet[name].served().release for name in ("left", "right")} == {served}
+    assert fleet["left"].pids(SERVICE) == before
     assert traffic.failures[failures:] == []
 
 

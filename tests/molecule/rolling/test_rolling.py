@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -143,6 +146,23 @@ def test_a_release_whose_drafter_accepts_nothing_undoes_itself(
     assert served(fleet) == before
     assert len(fleet["west"].ledger()) == entries
     assert fleet["door"].gateway() == {"east": "UP", "west": "UP"}
+    assert traffic.failures == []
+
+
+def test_a_run_without_the_gateway_finds_a_drained_replica(
+    playbook: Callable[..., Run], fleet: dict[str, Machine], traffic: Traffic
+) -> None:
+    """As one that was cut off before it was undrained."""
+    drained = json.dumps({"state": "drained", "servers": ["west"], "timeout_s": 60})
+    program = str(Path(sys.executable).with_name("ansible"))
+    command = [program, "-i", str(INVENTORY), "door", "-m", "gateway_server", "-a", drained]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert fleet["door"].gateway() == {"east": "UP", "west": "DRAIN"}
+    before = served(fleet)
+    run = playbook("rollback.yml", limit="west", to=before["west"])
+    assert (run.status, run.messages) == ("successful", "")
+    assert fleet["door"].gateway() == {"east": "UP", "west": "UP"}
+    assert served(fleet) == before
     assert traffic.failures == []
 
 
