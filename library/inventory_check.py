@@ -39,6 +39,24 @@ options:
     type: list
     elements: path
     default: []
+  sources:
+    description: Directories and files of the inventory, beside which variables of groups and hosts are.
+    type: list
+    elements: str
+    default: []
+  names:
+    description: The groups and hosts that there are.
+    type: list
+    elements: str
+    default: []
+  needed:
+    description: Variables that every host must have, with a value that can be read.
+    type: list
+    elements: str
+    default: []
+  requirements:
+    description: The directory of locks, one of which the variable C(ml_env_lock) of each host must name.
+    type: path
 attributes:
   check_mode:
     support: full

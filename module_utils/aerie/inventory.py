@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from ansible.module_utils.aerie.findings import Finding
 from ansible.module_utils.aerie.preflight_certificate import check_certificate
-from ansible.module_utils.aerie.preflight_findings import problem
+from ansible.module_utils.aerie.preflight_findings import note, problem
 
 # Letters typed wrong, left out, doubled or swapped. What is farther off, such as `vault_<option>` or an option's name
 # without its first word, is a name of the user's own.
@@ -98,13 +98,25 @@ def check_names(variables: Mapping[str, list[str]], roles: Path, playbooks: Path
     found = misspelt(suspects, known_variables(roles), [path.name for path in roles.iterdir()])
     for name, close in found.items():
         message = f"variable '{name}' of {', '.join(hosts_of[name])} is unknown"
-        yield problem("variable", message, f"did you mean '{close}'?")
+        remedy = f"did you mean '{close}'?"
+        if name.startswith("vllm_service_") and _typing_errors(name, close) > _TYPING_ERRORS:
+            remedy += " vLLM's own options belong in vllm_service_options"
+        yield problem("variable", message, remedy)
 
 
 def check_addresses(addresses: Mapping[str, str]) -> Iterator[Finding]:
     for address, hosts in shared_addresses(addresses).items():
         message = f"{' and '.join(hosts)} have the same address {address}"
         yield problem("address-shared", message, "give each host its own, or remove one")
+
+
+def check_sources(sources: Iterable[str], names: Collection[str]) -> Iterator[Finding]:
+    """Find variables in ``sources``, directories or files of inventories, for none of ``names``, groups and hosts."""
+    for source in map(Path, sources):
+        for path in sorted((source if source.is_dir() else source.parent).glob("*_vars/*")):
+            kind = {"group_vars": "group", "host_vars": "host"}.get(path.parent.name)
+            if kind and not path.name.startswith(".") and not {path.name, path.stem} & set(names):
+                yield note("unused-variables", f"{path} is read for no host: there is no {kind} {path.stem}")
 
 
 def check_drafters(drafters: Mapping[str, str]) -> Iterator[Finding]:
@@ -124,6 +136,7 @@ def look_at_inventory(options: Mapping[str, Any]) -> dict[str, Any]:
     findings = [
         *check_names(options["variables"], Path(options["roles"]), Path(options["playbooks"])),
         *check_addresses(options["addresses"]),
+        *check_sources(options["sources"], options["names"]),
         *check_drafters(options["drafters"]),
     ]
     now = datetime.now(timezone.utc)

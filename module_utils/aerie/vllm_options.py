@@ -42,12 +42,15 @@ class Options:
         """Return a sentence for each of the ``wanted`` options that this release does not take."""
         found = []
         for option, value in wanted.items():
-            name = option.replace("_", "-").partition(".")[0]
+            name, _, key = option.replace("_", "-").partition(".")
             # vLLM gives every switch a form that turns it off.
             if name in self.names or name.removeprefix("no-") in self.names:
-                if isinstance(value, Mapping) and name in self.keys:
+                keys = [str(each) for each in value] if isinstance(value, Mapping) and not key else []
+                # A dot leads to a key, and further ones into its value.
+                keys += [key.partition(".")[0]] if key else []
+                if name in self.keys:
                     found += [
-                        self._sentence(f"{option}.", key, self.keys[name]) for key in value if self._odd(name, key)
+                        self._sentence(f"{name}.", each, self.keys[name]) for each in keys if self._odd(name, each)
                     ]
             else:
                 found.append(self._sentence("", name, self.names))

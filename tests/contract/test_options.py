@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import releases
 import wheels
+import yaml
 from ansible.module_utils.aerie.vllm_options import Options, options_of
 from ansible.module_utils.aerie.wheel import Package, package_of_wheel
 
@@ -21,7 +23,12 @@ MEMBERS = (
     "config/speculative.py",
     "config/compilation.py",
 )
+ROOT = Path(__file__).resolve().parents[2]
 RELEASES = {str(release): release for release in releases.load()}
+# Names of options that import code which is not vLLM's, trust what clients send, or log what they say.
+OPENING = re.compile(r"\b(plugin|trust|cls|class-overrides|log-(deltas|outputs|requests))\b")
+# They close what they name, or count.
+CLOSING = {"disable-log-requests", "max-lora-cls-labels"}
 
 # Options that came, went and were renamed, as the releases' notes have it: (option, first release, first without it).
 LIVES = [
@@ -67,3 +74,14 @@ def test_an_option_is_there_from_its_first_release_to_its_last(
     order = [name for name, release in RELEASES.items() if release.distribution == "vllm"]
     have = [version for version in order if option in options[version].names]
     assert have == order[order.index(first) : order.index(gone) if gone else None]
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_an_option_that_opens_the_service_is_refused_until_it_is_spelled_out(
+    options: dict[str, Options], version: str
+) -> None:
+    role = yaml.safe_load((ROOT / "roles/vllm_service/vars/main.yml").read_text())
+    dangerous = re.compile("|".join(role["_vllm_service_dangerous_options"]))
+    opening = {name for name in options[version].names if OPENING.search(name)} - CLOSING
+    assert {"trust-remote-code", "tool-parser-plugin", "worker-cls"} <= opening
+    assert {name for name in opening if not dangerous.fullmatch(name)} == set()

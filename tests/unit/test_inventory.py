@@ -170,7 +170,14 @@ def repository(tmp_path: Path) -> Path:
 
 def problems(repository: Path, **options: Any) -> list[str]:  # noqa: ANN401
     places = {"roles": str(repository / "roles"), "playbooks": str(repository / "playbooks")}
-    nothing: dict[str, Any] = {"variables": {}, "addresses": {}, "drafters": {}, "certificates": []}
+    nothing: dict[str, Any] = {
+        "variables": {},
+        "addresses": {},
+        "sources": [],
+        "names": [],
+        "drafters": {},
+        "certificates": [],
+    }
     result = look_at_inventory({**nothing, **places, **options})
     return [f"{finding['message']}: {finding['remedy']}" for finding in result["findings"]]
 
@@ -188,6 +195,25 @@ def test_all_problems_are_reported_with_their_hosts(repository: Path) -> None:
         "variable 'store_pth' of a, b is unknown: did you mean 'store_path'?",
         "a and b have the same address 10.0.0.1: give each host its own, or remove one",
     ]
+
+
+def test_an_option_of_vllm_among_the_variables_is_sent_where_it_belongs() -> None:
+    (found,) = problems(ROOT, variables={"a": ["vllm_service_max_model_len"]})
+    assert found.endswith("? vLLM's own options belong in vllm_service_options")
+
+
+def test_variables_that_no_host_has_are_noted(repository: Path, tmp_path: Path) -> None:
+    for name in ("group_vars/h200", "group_vars/h200s", "host_vars"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+    for name in ("hosts.yml", "host_vars/gpu-1.yml", "host_vars/gpu-2.example.org", "host_vars/gpu_2.yml"):
+        (tmp_path / "mine" / name).touch()
+    names = ["all", "h200", "gpu-1", "gpu-2.example.org"]
+    expected = [
+        f"{tmp_path}/mine/group_vars/h200s is read for no host: there is no group h200s: ",
+        f"{tmp_path}/mine/host_vars/gpu_2.yml is read for no host: there is no host gpu_2: ",
+    ]
+    assert problems(repository, sources=[str(tmp_path / "mine")], names=names) == expected
+    assert problems(repository, sources=[str(tmp_path / "mine/hosts.yml"), "gpu-1,"], names=names) == expected
 
 
 def test_what_roles_and_playbooks_pass_to_each_other_is_known(repository: Path) -> None:

@@ -96,6 +96,7 @@ def test_options_are_those_that_are_added_and_the_frontends_fields(tmp_path: Pat
         {"max-model-len": 1, "max_model_len": 1},
         {"no-enable-eplb": True, "enable_eplb": False},
         {"compilation-config": {"mode": 3, "custom-ops": []}, "compilation-config.mode": 3},
+        {"compilation_config.custom_ops": [], "compilation-config.mode.x": 3, "derived-config.anything": 1},
         {"compilation-config": '{"anything": 1}', "derived-config": {"anything": 1}},
         {"speculative-config": {}},
         {},
@@ -112,9 +113,14 @@ def test_what_the_release_takes_is_no_problem(tmp_path: Path, wanted: dict[str, 
         ({"enable_eplbs": True}, "enable-eplbs: the nearest that it has is enable-eplb"),
         ({"no-such-thing": 1}, "no-such-thing: it has none like it"),
         (
-            {"compilation-config.level.x": 1, "compilation-conf.x": 1},
+            {"compilation-config.mode.x": 1, "compilation-conf.x": 1},
             "compilation-conf: the nearest that it has is compilation-config",
         ),
+        (
+            {"compilation-config.modes": 3},
+            "compilation-config.modes: the nearest that it has is compilation-config.mode",
+        ),
+        ({"compilation-config.level.x": 3}, "compilation-config.level: it has none like it"),
         ({"compilation-config": {"level": 3}}, "compilation-config.level: it has none like it"),
         (
             {"speculative-config": {"num_spec_tokens": 3}},
