@@ -76,7 +76,7 @@ support: setup ## Say what Aerie does with a release: make support VLLM=0.33.0 [
 
 # ARGS: more of the service's options; `.venv/bin/python tools/doctor.py --help` lists them.
 doctor: setup ## Check a drafter: make doctor DRAFTER=dir TARGET=dir VLLM=0.33.0 [FORMAT=json] [DIALECT=vllm] [ARGS='--model-runner v1']
-	@$(PYTHON) tools/doctor.py "$(or $(DRAFTER),$(error say which: DRAFTER=dir TARGET=dir VLLM=x.y.z))" "$(TARGET)" "$(VLLM)" --format $(or $(FORMAT),text) --dialect $(or $(DIALECT),auto) $(ARGS)
+	@$(PYTHON) tools/doctor.py "$(or $(DRAFTER),$(error say which: DRAFTER=dir TARGET=dir VLLM=x.y.z))" "$(or $(TARGET),$(error say which: TARGET=dir))" "$(or $(VLLM),$(error say which: VLLM=x.y.z))" --format $(or $(FORMAT),text) --dialect $(or $(DIALECT),auto) $(ARGS)
 
 # PYTHON312: a Python 3.12 that uv does not find by itself.
 proof-interface: setup ## Prove eagle3-interface on the real vLLM 0.17.1 (8 GB, 10 minutes)

@@ -93,6 +93,9 @@ def stops_all(
     restarting = {replicas[host] for host in first}
     if not any(_runs(variables[host]) for host in first):
         return False
+    if set(replicas.values()) - restarting and not serving(first, variables):
+        # Of several, one that does not serve: nothing is lost.
+        return False
     told = [result["servers"] for result in listed if result.get("running")]
     up = {server["name"] for servers in told for server in servers if server["state"] == "ready" and server["up"]}
     seen = {host: host_serves(variables[host]) for host in hosts}

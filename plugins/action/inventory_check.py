@@ -72,7 +72,8 @@ def _missing(hosts: Mapping[str, Any], needed: list[str]) -> Iterator[str]:
 
 def _without_lock(hosts: Mapping[str, Any], requirements: Path) -> Iterator[str]:
     for lock in sorted({str(variables["ml_env_lock"]) for variables in hosts.values()}):
-        path = Path(lock) if "/" in lock else requirements / f"{lock}.txt"
-        if not path.is_file():
+        path = Path(lock).expanduser() if "/" in lock else requirements / f"{lock}.txt"
+        # Ansible looks for a relative one in several places.
+        if not path.is_file() and (path.is_absolute() or "/" not in lock):
             known = ", ".join(sorted(file.stem for file in requirements.glob("vllm-*.txt")))
             yield f"ml_env_lock is {lock}, and there is no {path}: make that lock, or take one of {known}."

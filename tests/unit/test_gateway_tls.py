@@ -48,6 +48,7 @@ REPLICAS = {
     "other-address": moving("10.0.0.1:8000", ELSEWHERE),
     "other-port-idle": moving("10.0.0.1:8001", HERE, running=""),
     "other-port-first": moving(":", HERE, running=""),
+    "settings-gone": moving(":", HERE),
     "plain": replica("", ""),
     "same": replica(NEW, NEW),
     "changed": replica(OLD, NEW),

@@ -116,6 +116,11 @@ def test_what_a_host_has_as_a_part_of_a_replica_comes_and_goes_with_the_switch(
     ours = (RULES, f"{DROP_INS}/aerie-replica.conf")
     assert {path for path, text in alone["settings"].items() if text is None} == set(ours)
     assert set(alone["settings"]) == set(together["settings"])
+    # Where a unit lets few addresses through, the processes of one host keep to one of these.
+    assert "SOCKET_IFNAME" not in alone["settings"][ENVIRONMENT]
+    single = {"aerie_replica": "{{ inventory_hostname }}", "vllm_service_environment": {"NCCL_SOCKET_IFNAME": "eth7"}}
+    filtered = told(tmp_path / "filtered", "--limit=gpu-a1", **single)["gpu-a1"]["settings"][ENVIRONMENT]
+    assert "\nGLOO_SOCKET_IFNAME=lo\nVLLM_HOST_IP=127.0.0.1\n" in filtered and "NCCL_SOCKET" not in filtered
     # Whatever a start must have is put and restored together with what asks for it.
     for host in (alone, together, mixed):
         needed = re.findall(r"(?m)^Exec\w+=\+?(?!-)\S+ -f (\S+)$", "\n".join(host["reread"].values()))

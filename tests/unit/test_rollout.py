@@ -183,6 +183,13 @@ def test_the_only_replica_is_asked_for_while_it_runs() -> None:
         assert FILTERS["aerie_stops_all"](["h1"], ["h1"], {"h1": variables}, []) is stops
 
 
+def test_a_fleet_of_which_nothing_serves_has_nothing_to_lose() -> None:
+    fleet = {"h1": probed(healthy=False), "h2": probed(healthy=False)}
+    assert FILTERS["aerie_stops_all"](["h1"], ["h1", "h2"], fleet, []) is False
+    assert FILTERS["aerie_stops_all"](["h1"], ["h1", "h2"], {**fleet, "h2": {}}, [listed(h2=("ready", False))]) is False
+    assert FILTERS["aerie_stops_all"](["h1"], ["h1", "h2"], {**fleet, "h1": probed()}, []) is True
+
+
 def test_what_gateways_did_not_do() -> None:
     done, refused, gone = {"servers": [], "item": "g1"}, {"msg": "it is full", "item": "g2"}, {**GONE, "item": "g3"}
     result = {"results": [done, refused, gone]}
