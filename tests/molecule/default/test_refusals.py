@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -111,7 +112,8 @@ def test_drafter_whose_d2t_holds_target_ids(deploy: Callable[..., str], tmp_path
 def test_vllm_that_cannot_serve_eagle3_for_the_model(deploy: Callable[..., str], tmp_path: Path) -> None:
     name = "vllm-0.9.0-py3-none-any.whl"
     files = {"vllm/__init__.py": b"", "vllm/model_executor/models/deepseek_v2.py": b"class DeepseekV2Model: ...\n"}
-    record = "".join(f"{path},sha256=,\n" for path in files)
+    digests = {path: urlsafe_b64encode(sha256(data).digest()).decode().rstrip("=") for path, data in files.items()}
+    record = "".join(f"{path},sha256={digest},{len(files[path])}\n" for path, digest in digests.items())
     with zipfile.ZipFile(tmp_path / name, "w") as wheel:
         for path, data in files.items():
             wheel.writestr(path, data)
