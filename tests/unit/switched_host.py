@@ -417,7 +417,11 @@ class Host:
             return ""
         finally:
             connection.close()
-        return Path(f"/proc/{pid}/cmdline").read_text().split("/releases/")[1].split("/")[0]
+        # One that answered and has ended since has no command line any more.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            _, _, path = Path(f"/proc/{pid}/cmdline").read_text().partition("/releases/")
+            return path.partition("/")[0]
+        return ""
 
     def serves(self, identity: str) -> bool:
         """Say whether this release runs, and is all that there is of a release that serves."""
